@@ -145,8 +145,8 @@ def measure(way: str, run: Callable[[int, int], int], engine_pid: int) -> dict[s
 
 def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the figures of each way."""
-    from serve_app.app import Front
-    from serve_app.settings import HttpSettings
+    from serve_app.front import Front
+    from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -160,7 +160,9 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine_pid = ray.get(engine.pid.remote())
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front: Any = serve.deployment(serve.ingress()(Front), num_replicas=1, max_ongoing_requests=4096)
-    serve.run(front.bind(config, HttpSettings(), ("toy",), None, False), name=APP)
+    serve.run(
+        front.bind(ModelSettings.of_all([(config, ("toy",), ScalingSettings())]), HttpSettings(), [None]), name=APP
+    )
     handle = serve.get_app_handle(APP).options(stream=True)
 
     async def all_of(one: Callable[[int, int], Awaitable[int]], num: int, num_tokens: int) -> int:
@@ -219,15 +221,14 @@ def engine_alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def client_of_engine(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rate of the client with the same engine behind Serve."""
-    from callboard.app import AppArgs
-    from serve_app.app import application_of
+    from callboard.app import AppArgs, build_app
 
     ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     settings = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in args.set)}
-    serve.run(application_of(AppArgs(model=args.model, num_fronts=1, **settings)), name=APP)
+    serve.run(build_app(AppArgs(model=args.model, num_fronts=1, **settings)), name=APP)
     with RolloutClient.connect(APP) as client:
 
         def run(repeat: int) -> int:

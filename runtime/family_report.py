@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from runtime.loading import folder
 from runtime.loading.gguf import ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES
+from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
@@ -25,9 +27,9 @@ _GIB = 1 << 30
 _CONTEXT = 8192  # tokens in the KV cache, for the report of memory
 _FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
 _QUANTIZED_FORMS = ("its files", "bfloat16")  # of a family with models that are published in quantized files
-_SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
+_SIZE = r"(?:\d+x|E)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
 _LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
-_LABEL_WIDTH = 14
+_LABEL_WIDTH, _WIDTH = 14, 110
 
 
 def family_table() -> str:
@@ -39,9 +41,10 @@ def family_table() -> str:
         *_columns(rows),
         "",
         "sizes: those with a known shape or an example; others of a family run, too",
-        "?: not tried; the model's own chat template says it, see `callboard inspect MODEL`",
+        "tool calls, reasoning: of published chat templates; of a model on disk: `callboard inspect MODEL`",
         "logits: logits and greedy tokens of random weights, against transformers",
         f"quantized weights: GGUF, or safetensors by {methods}",
+        *textwrap.wrap(f"short names, such as qwen3:0.6b: {', '.join(SHORT_NAMES)}", _WIDTH),
         "details and GPU memory: callboard models NAME",
     ])  # fmt: skip
 
@@ -59,9 +62,10 @@ def family_details(name: str) -> str:
         near = difflib.get_close_matches(wanted, names, 1)
         meant = f"did you mean {names[near[0]]}?" if near else "see `callboard models` for all."
         raise CallboardError(f"No family is called {name!r}; {meant}")
-    return "\n\n".join(
-        "\n".join(_details(architecture, FAMILIES[architecture])) for architecture in dict.fromkeys(found)
-    )
+    parts = ["\n".join(_details(architecture, FAMILIES[architecture])) for architecture in dict.fromkeys(found)]
+    tags = {short: tags for short, tags in SHORT_NAMES.items() if wanted.startswith(_plain(short)) or wanted in short}
+    parts += ["short names:\n" + "\n".join(_line(short, ", ".join(tags[short])) for short in tags)] if tags else []
+    return "\n\n".join(parts)
 
 
 def _words(architecture: str, family: Family) -> Iterator[str]:
@@ -99,8 +103,8 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
     return (
         name,
         ", ".join(_sizes(architecture, family)) or "?",
-        formats if family.chats else "?",
-        reasons if family.chats else "?",
+        formats or "no chats",
+        reasons,
         _files(architecture),
         "logits, texts" if has_texts else "logits",
     )
@@ -119,7 +123,7 @@ def _sizes(architecture: str, family: Family) -> list[str]:
 
 def _num_of_size(size: str) -> float:
     """Return the number of parameters of a size such as 8x7B."""
-    times, _, each = size.partition("-")[0].rpartition("x")
+    times, _, each = size.partition("-")[0].removeprefix("E").rpartition("x")
     return int(times or 1) * float(each[:-1]) * (1e9 if each[-1] == "B" else 1e6)
 
 
@@ -144,7 +148,7 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
         reasons = ", reasoning" if chat.reasons else ""
         yield _line("" if i else "chat template", f"{chat.template}: tool calls ({chat.tools}){reasons}")
     if not family.chats:
-        yield _line("chat template", "none was tried")
+        yield _line("chat template", "none")
     yield from _memory(architecture, family)
 
 

@@ -11,7 +11,7 @@ from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.spec.config import EngineConfig
@@ -76,7 +76,7 @@ def check_model(config: EngineConfig) -> None:
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
-        read_adapter(adapter).check_rank(config.max_lora_rank)
+        read_adapter(resolve_adapter(adapter)).check_rank(config.max_lora_rank)
 
 
 def save_tokenizer(config: EngineConfig, target: Path) -> None:

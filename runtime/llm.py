@@ -24,7 +24,7 @@ from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
 from runtime.output.message_parser import MessageFormat
@@ -291,6 +291,7 @@ class LLM:
     def load_adapter(self, path: str) -> str:
         """Load the adapter (LoRA) in a folder that peft has written, while there is room (`max_loras`). Returns the
         digest that names it from then on."""
+        path = resolve_adapter(path)
         adapter, adapters = read_adapter(path), self.engine.extras[AdapterTable]
         if adapter.digest not in adapters.loaded:
             index = adapters.reserve(adapter.digest)

@@ -30,12 +30,13 @@ from serve_app.protocol.dialects import dialect_of
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response
 from serve_app.protocol.operation import route
 from serve_app.service.endpoint import AnsweredAtOnce
+from serve_app.service.models import Models
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 
 def build_http_app(
-    service: Service,
+    served: Service | Models,
     settings: HttpSettings | None = None,
     *,
     stored: StoredResponses | None = None,
@@ -45,15 +46,17 @@ def build_http_app(
 ) -> Starlette:
     """Return the application with all routes; each reports errors in the shape of its API.
 
+    A single service is a table of one model.
     By default `stored` holds responses of this application alone, and batches do not run. `kill` ends a process for
     /chaos. `echo_request_ids` is false under Serve, which adds X-Request-Id itself.
 
     Raises CallboardError if the file of API keys cannot be read."""
+    models = served if isinstance(served, Models) else Models([served])
     settings = settings or HttpSettings()
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     batches = batches or Batches(settings)
     keys = settings.api_keys()  # read once, since the file may change later
-    routes = [*api_routes(service, settings, stored, batches, kill), *PAGE_ROUTES]
+    routes = [*api_routes(models, settings, stored, batches, kill), *PAGE_ROUTES]
     routes.append(_openapi_route(routes, settings))
     errors: dict[Any, ExceptionHandler] = {
         HTTPException: _http_error,
@@ -64,7 +67,7 @@ def build_http_app(
     }
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # no keys: a batch has its owner
     middleware = [
-        Middleware(ObserveRequests, service.metrics.answered, routes),
+        Middleware(ObserveRequests, models.first.metrics.answered, routes),
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
         Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
     ]

@@ -28,7 +28,11 @@ def _run(argv: list[str] | None) -> int:
     from runtime.spec.types import CallboardError
     from serve_app.command_line.parser import UsageError
 
-    args = parser().parse_args(argv)
+    commands = parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        commands.print_help()
+        return 0
+    args = commands.parse_args(argv)
     try:
         return int(args.run(args))
     except CallboardError as e:

@@ -4,41 +4,101 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import math
+import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from runtime.spec.config import check_settings, setting
+from runtime.spec.config import EngineConfig, ModelInfo, check_settings, names_of, setting
 from runtime.spec.types import CallboardError
+from serve_app.durations import Duration
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """The number of engines, fixed or by load."""
+    """The number of a model's engines, fixed or by load."""
 
     num_replicas: int = setting(1, "model replicas, each an engine with its runners", 1)
-    min_replicas: int | None = setting(None, "fewest replicas, at low load; 0 is allowed; default: num_replicas", 0)
+    min_replicas: int | None = setting(None, "fewest replicas, at low load; default: num_replicas", 1)
     max_replicas: int | None = setting(None, "most replicas, at high load; default: num_replicas", 1)
     scale_in_delay_s: float = setting(120.0, "time for which a replica was not needed before it ends", 0)
-    scale_to_zero_s: float = setting(
-        300.0, "with min_replicas 0, time without requests before the last replica ends", above=0
+    idle_sleep: Duration | None = setting(  # noqa: RUF009  # a frozen float
+        None,
+        "time without requests, such as 10m, before a model's replicas end; the next request starts one; default: "
+        "never, but several models make room for each other",
+        above=0,
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.least > self.most:
             raise CallboardError(f"min_replicas is {self.least}; it must be at most max_replicas, {self.most}.")
+        if self.sleeps and self.min_replicas is not None:
+            raise CallboardError(
+                f"idle_sleep ends all replicas of a model, but min_replicas is {self.min_replicas}; leave one out."
+            )
+
+    @property
+    def sleeps(self) -> bool:
+        """True if all replicas of an idle model may end."""
+        return self.idle_sleep is not None
+
+    def beside_others(self) -> ScalingSettings:
+        """Return the settings of one model among several: it sleeps if another one needs its memory."""
+        always = self.sleeps or self.min_replicas is not None
+        return self if always else replace(self, idle_sleep=Duration(math.inf))
 
     @property
     def least(self) -> int:
         """The fewest replicas at any time."""
+        if self.sleeps:
+            return 0
         return self.num_replicas if self.min_replicas is None else self.min_replicas
 
     @property
     def most(self) -> int:
         """The most replicas at any time."""
         return self.num_replicas if self.max_replicas is None else self.max_replicas
+
+
+ENGINES = "Engine"  # the deployment of the first model's engines; names of the others begin with it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model of an application: its engines' settings, its names for clients, the first for answers."""
+
+    config: EngineConfig
+    names: tuple[str, ...]
+    scaling: ScalingSettings
+    deployment: str = ENGINES  # of its engines
+    bundles: tuple[dict[str, float], ...] = ()  # the placement group of an engine
+    expected: ModelInfo | None = None  # facts before its first engine; None if it never sleeps
+
+    @classmethod
+    def of_all(cls, models: Sequence[tuple[EngineConfig, tuple[str, ...], ScalingSettings]]) -> tuple[Self, ...]:
+        """Return the models of an application from their settings and given names; the first is the default one.
+
+        Raises CallboardError if two of them share a name."""
+        found: list[Self] = []
+        owners: dict[str, EngineConfig] = {}
+        for config, given, scaling in models:
+            first, *others = names_of(config.model)
+            names = given or (first, *(name for name in others if name not in owners))
+            for name in (*dict.fromkeys(names), *config.adapters):
+                if owners.get(name) is config:
+                    raise CallboardError(
+                        f"An adapter of lora is called {name!r}, as the model is; give it another name."
+                    )
+                if name in owners:
+                    raise CallboardError(f"Two models are called {name!r}; give one another served_model_name.")
+                owners[name] = config
+            deployment = ENGINES if not found else f"{ENGINES}-{re.sub(r'[^A-Za-z0-9._-]+', '-', names[0])}"
+            found.append(cls(config, names, scaling if len(models) == 1 else scaling.beside_others(), deployment))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

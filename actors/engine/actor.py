@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.loop import EngineLoop
-from actors.ray.names import default_weight_store, engine_id
+from actors.ray.names import default_weight_store, drafts_of, engine_id
 from actors.ray.process import SWITCH_INTERVAL_S, freeze_garbage
 from actors.runners.runner_group import DraftKeeper, RunnerGroup, host_address
-from actors.wire.engine_client import WeightsRefused
+from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.link_messages import EngineLoading
 from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
@@ -41,17 +40,18 @@ class EngineActor:
         group: PlacementGroup,
         gpu: bool,
         num_restarts: int,
-        application: str,
+        model: str,
         supervisor: int,
     ) -> None:
-        """`supervisor` is the id of the supervisor's process, on this machine."""
+        """`model` is the part of the name that the model's engines share, `supervisor` the supervisor's process id."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if config.weight_updates and config.weight_store is None:
-            config = replace(config, weight_store=default_weight_store(application, config))
+            config = replace(config, weight_store=default_weight_store(model))
         self._config, self._num_restarts, self._supervisor = config, num_restarts, supervisor
         self.runners = RunnerGroup(config, group, gpu)
-        self.draft = DraftKeeper(config, group, gpu, application) if config.has_draft_model else None
+        self.draft = DraftKeeper(config, group, gpu, drafts_of(model)) if config.has_draft_model else None
         self._loaded = asyncio.Event()
+        self._keep_s = -1.0  # as in Idleness
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that failed."""
@@ -107,18 +107,13 @@ class EngineActor:
 
     async def figures(self) -> EngineFigures:
         """Return the load and the limits, for the scaling policy."""
-        return self._loop.figures()
+        return replace(self._loop.figures(), keep_s=self._keep_s)
 
-    async def processes(self) -> list[tuple[str, str, int]]:
-        """Return role, node and process id of the engine and of its living runners and draft."""
-        found = [("engine", ray.get_runtime_context().get_node_id(), os.getpid())]
-        actors = [("runner", runner) for runner in self.runners.runners]
-        if self.draft is not None:
-            actors.append(("draft", self.draft.draft))
-        for role, actor in actors:
-            with suppress(RayError):
-                found.append((role, *(await actor.location.remote())))
-        return found
+    async def keep(self, seconds: float | None) -> Idleness:
+        """Let this engine end after this idle time from now on, unless it is None."""
+        if seconds is not None:
+            self._keep_s = seconds
+        return Idleness(self._loop.figures().idle_s if self._loaded.is_set() else 0.0, self._keep_s)
 
     def _local_processes(self) -> list[tuple[str, int]]:
         """Return role and id of this engine's living processes on this machine."""

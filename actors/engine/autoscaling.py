@@ -36,6 +36,7 @@ class EngineFigures:
     num_used_blocks: float
     num_blocks: float
     idle_s: float  # since it last had a request
+    keep_s: float = -1.0  # the idle time after which it may end; negative for the application's own
 
     @classmethod
     def of(cls, scheduler: Scheduler, load: EngineLoad, prefill_rate: float, idle_s: float) -> EngineFigures:
@@ -75,13 +76,17 @@ class ScalingPolicy:
         upscale_delay_s: float = 2.0,
         downscale_delay_s: float = 120.0,
         idle_s: float = 300.0,
+        least_awake_s: float = 0.0,
     ) -> None:
         """Args:
         upscale_delay_s: time of high load before engines start.
         downscale_delay_s: time of low load before engines end.
-        idle_s: time without requests before the last engine ends, if `min_engines` is 0."""
+        idle_s: time without requests before the last engine ends, if `min_engines` is 0.
+        least_awake_s: time for which the first engine stays; Serve would start another one for its latest calls.
+        """
         self._min, self._max = min_engines, max_engines
         self._upscale_delay_s, self._downscale_delay_s, self._idle_s = upscale_delay_s, downscale_delay_s, idle_s
+        self._least_awake_s, self._awake_since = least_awake_s, math.inf  # infinite without an engine
         self._busy_since: float | None = None
         self._spare_since: float | None = None  # since when fewer engines would do
         self._most_needed = 0  # engines, since then
@@ -96,6 +101,7 @@ class ScalingPolicy:
 
         Engines that have not started yet do not prevent a scale-in: the cluster may lack room for them."""
         num_engines = self._within_bounds(num_engines)
+        self._awake_since = min(self._awake_since, now) if engines else math.inf
         load = engines_needed(engines)
         wanted = self._within_bounds(_ceil(load))
         if wanted > num_engines:
@@ -110,9 +116,13 @@ class ScalingPolicy:
         if num_restarting:
             self._spare_since = None
             return num_engines
-        if self._min == 0 and engines and all(e.idle_s >= self._idle_s for e in engines):
+        is_settled = now - self._awake_since >= self._least_awake_s
+        if self._min == 0 and engines and is_settled and all(self._may_end(e) for e in engines):
             return 0
         return self._scale_in(max(1, self._within_bounds(_ceil(load / SCALE_IN_SHARE))), num_engines, now)
+
+    def _may_end(self, engine: EngineFigures) -> bool:
+        return not engine.num_live and engine.idle_s >= (self._idle_s if engine.keep_s < 0 else engine.keep_s)
 
     def _scale_in(self, needed: int, num_engines: int, now: float) -> int:
         """Return the most engines that were needed during the delay, or the current number until it has passed."""

@@ -23,6 +23,7 @@ from actors.wire.link_messages import Adapters, Status
 from runtime.core.scheduler import Scheduler
 from runtime.features.adapter_table import AdapterTable, is_in_use
 from runtime.loading.adapter_files import read_adapter
+from runtime.loading.resolve import resolve_adapter
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 
@@ -53,13 +54,14 @@ class EngineAdapters:
         call: runs a function in the step thread.
         changed: called when names or places changed, or a load ended.
         fail: ends the requests of a digest with an error."""
-        self._config, self._load_onto, self._call = config, load, call
+        self._config, self._load, self._call = config, load, call
         self._changed, self._fail = changed, fail
         self._machine = AdapterMachine(
             scheduler.extras[AdapterTable], lambda index: is_in_use(index, scheduler.all_states()), config.adapters
         )
         self.is_awaited, self.check = self._machine.is_awaited, self._machine.check
         self.fell_asleep, self.woke_up = self._event(self._machine.fell_asleep), self._event(self._machine.woke_up)
+        self._fetched: dict[str, str] = {}  # folders of the adapters read from buckets, by digest
         self.is_restarting = False  # while runners start
         self.loss = ""  # why the runners must be replaced; empty if they need not
         self._runners = threading.Lock()  # held during their start, and during each load
@@ -168,6 +170,10 @@ class EngineAdapters:
                 case Report():
                     self._changed()
 
+    def _load_onto(self, at: int, path: str, digest: str) -> None:
+        """Load an adapter onto the runners, from the folder that was read, whatever a bucket has now."""
+        self._load(at, self._fetched.get(digest) or resolve_adapter(path), digest)
+
     # ---- the thread that loads --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -179,8 +185,11 @@ class EngineAdapters:
         machine = self._machine
         try:
             if isinstance(job, Read):
-                adapter = read_adapter(job.path)
+                folder = resolve_adapter(job.path)
+                adapter = read_adapter(folder)
                 adapter.check_rank(self._config.max_lora_rank)
+                if folder != job.path:
+                    self._fetched[adapter.digest] = folder
                 return partial(machine.read, job, adapter.digest)
             with self._runners:
                 if job.generation != machine.generation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from actors.engine.engine_adapters import EngineAdapters
@@ -10,9 +11,10 @@ from actors.engine.metrics import EngineMetrics
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.engine.step_frames import StepFrames
 from actors.wire.engine_client import Refusal
-from actors.wire.link_messages import Abort, AbortById, Ended, Refused, Submit
+from actors.wire.link_messages import Abort, AbortById, Ended, Refused, Submit, client_id
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
+from runtime.policy.kept_outputs import KeptOutputs
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import NOT_FINITE, CallboardError, FinishReason, Request
 
@@ -26,6 +28,7 @@ class LiveRequests:
         self.held = HeldRequests(config.queue_timeout_s)
         self.limits = QueueLimits(config, core.scheduler, self.held)
         self.frames = StepFrames(core, meter, self._finished)
+        self._kept = KeptOutputs()
         self.holds_new = False  # requests wait until the others have ended and the engine resumes
 
     def submit(self, connection: Connection, message: Submit, draining: str | None) -> None:
@@ -36,10 +39,32 @@ class LiveRequests:
             if refusal is not None:
                 connection.send(refusal)
                 return
+        if message.request.resumes and not message.resumed:
+            self._resume(connection, message)
         stream = EngineStream(connection, message.stream, message.request.request_id)
         connection.streams[message.stream] = stream
         self._by_id.setdefault(stream.client_id, {})[stream] = None
         self._add(stream, replace(message.request, request_id=stream.key), message.resumed)
+
+    def _resume(self, connection: Connection, message: Submit) -> None:
+        """Continue a request after the tokens that it had when its reader left, or has if that is not known yet."""
+        request, fingerprint = message.request, self._core.scheduler.info.fingerprint
+        for stream in list(self._by_id.get(client_id(request.request_id), ())):
+            if stream.request_id == request.request_id:
+                self.frames.send()
+                self._keep(stream)
+                self.end_at_once(stream, FinishReason.ABORT, "Another connection has taken up this stream.")
+        if (output := self._kept.take(request, fingerprint)) is None:
+            return
+        message.request = replace(request, token_ids=[*request.token_ids, *output.token_ids])
+        connection.frame.started.append((message.stream, output.num_cached, 0.0, 0.0))
+        connection.stream_column.extend([message.stream] * len(output.token_ids))
+        connection.token_column.extend(output.token_ids)
+        connection.flush(time.time())
+
+    def _keep(self, stream: EngineStream) -> None:
+        if (state := self._core.scheduler.requests.get(stream.key)) is not None:
+            self._kept.keep(stream.request_id, state, self._core.scheduler.info.fingerprint)
 
     def _add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
         """Queue a request, or hold it until its adapter is loaded or the engine takes new requests."""
@@ -120,6 +145,7 @@ class LiveRequests:
 
     def _drop(self, stream: EngineStream) -> None:
         """End a stream without a message to its front."""
+        self._keep(stream)
         self._core.abort(stream.key)
         self._forget(stream)
 

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.engine.actor import EngineActor
 from actors.engine.autoscaling import EngineFigures
 from actors.ray.directory import has_healthy_engine, plain_error
-from actors.ray.names import NAMESPACE, engines_of, new_name
+from actors.ray.names import NAMESPACE, model_of, new_name, titled
 from actors.ray.placement import engine_options
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -71,10 +71,10 @@ class Supervisor:
 
     async def _is_being_replaced(self) -> bool:
         """True if an engine of another model takes requests, and no other engine of this model does."""
-        application, model = self._name.partition("/")[0], self._name.rpartition("/")[0] + "/"
+        model = model_of(self._name) + "/"
         if await has_healthy_engine(model, except_for=self._name):
             return False
-        return await has_healthy_engine(engines_of(application), except_for=model)
+        return await has_healthy_engine(model_of(model_of(self._name)) + "/", except_for=model)  # of its deployment
 
     async def figures(self) -> EngineFigures | None:
         """Return the load of the engine; None while it restarts or is frozen."""
@@ -85,10 +85,9 @@ class Supervisor:
         return found
 
     async def _start_engine(self) -> Any:
-        actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
+        actor = titled(EngineActor, "engine", self._name)
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
-        application = self._name.partition("/")[0]
-        start = self._config, self._group, self._gpu, self.num_restarts, application, os.getpid()
+        start = self._config, self._group, self._gpu, self.num_restarts, model_of(self._name), os.getpid()
         # In a thread: the call registers a name with Ray's head node, and blocks while the head node is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
         try:

@@ -2,6 +2,7 @@
 
 engine_group       all engines of an application: assigns streams to them, and moves streams between them
 link               the connection to one engine, and the streams that it serves
+from_zero          calls for an engine while requests wait for one
 parked             streams that wait for an engine, and their limits
 client_stream      a live request of this front; it outlives links and engines
 router             chooses an engine by prefix caches and load

@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, Protocol
 
 from msgspec.structs import replace as replace_fields
 
 from actors.front.client_stream import ClientStream
+from actors.front.from_zero import ScaleFromZero, Waker
 from actors.front.front_adapters import FrontAdapters
 from actors.front.link import EngineLink
 from actors.front.parked import ParkedStreams
 from actors.front.router import Prompt, Route, Router, RoutingPolicy
 from actors.front.weight_calls import call_engines, pause_engines
-from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, ignore_engine
-from actors.wire.link_messages import AbortById, CacheUpdate, Refused, Status, WaitLimits
+from actors.wire.engine_client import EngineRefusal, Idleness, OnEngine, Refusal, ServerStopped, ignore_engine
+from actors.wire.link_messages import AbortById, CacheUpdate, Refused, Status
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
 from runtime.background import in_background
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0  # after the directory failed
 _SETTLED_S = 1.0  # without a Status, before streams leave a draining engine
-_MAX_WAKES = 20  # failures in a row to start an engine that end the waiting requests
-_WAKE_PAUSE_S = 0.5  # between two calls for an engine: the one that answered may end at once
 
 
 class Directory(Protocol):
@@ -59,15 +57,9 @@ class Directory(Protocol):
         """Pause an engine, or update its weights (actors/engine/weights.py). Raises CallboardError."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class ScaleFromZero:
-    """For an application that can scale to zero: how to start an engine, and which requests may wait for it."""
-
-    wake: Callable[[], Awaitable[object]]  # returns when there is an engine; raises CallboardError if none can start
-    max_requests: int  # that may wait
-    max_tokens: int  # of the waiting requests together; a single one may have more
-    timeout_s: float | None  # for each request; None if unlimited
+    async def keep(self, name: str, seconds: float | None) -> Idleness | None:
+        """Let an engine end after this time without requests, unless it is None. Returns None if it is gone."""
+        ...
 
 
 class EngineGroup:
@@ -78,15 +70,17 @@ class EngineGroup:
     def __init__(
         self, directory: Directory, from_zero: ScaleFromZero | None = None, policy: RoutingPolicy = "prefix"
     ) -> None:
-        self._directory, self._from_zero = directory, from_zero
-        self._waking: asyncio.Task[None] | None = None
+        self._directory = directory
         self._router = Router(policy)  # over the usable links, by name
         self._last_prompt = Prompt(())  # shared by all choices of a request
         self.links: dict[str, EngineLink] = {}  # by the name of the engine
         self.adapters = FrontAdapters(lambda: list(self.links.values()))
-        zero = from_zero
-        limits = None if zero is None else WaitLimits(zero.max_requests, zero.max_tokens, zero.timeout_s)
-        self._waiting = ParkedStreams(limits, self._expire)  # streams without an engine
+        self._waiting = ParkedStreams(None if from_zero is None else from_zero.limits(), self._expire)  # no engine
+        self._waker: Waker | None = None  # None if there is always an engine
+        if from_zero is not None:
+            if from_zero.expected is not None:
+                self.info = from_zero.expected
+            self._waker = Waker(from_zero, self._waiting, self._fail)
         self.ended_pauses: deque[str] = deque(maxlen=64)  # ids; an engine that was lost at a resume may return with one
         self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()  # an engine has been healthy once
@@ -96,13 +90,30 @@ class EngineGroup:
 
     async def start(self) -> None:
         """Connect to all engines, and wait for the first healthy one."""
-        self._following = in_background(asyncio.create_task(self._follow_directory()), "following the engines")
-        self._wake_engine()
+        self.follow()
+        if self._waker is not None:
+            self._waker.wake_until(self._is_served)
         await self._is_served.wait()
+
+    def follow(self) -> None:
+        """Connect to all engines, now and later."""
+        self._following = in_background(asyncio.create_task(self._follow_directory()), "following the engines")
+
+    async def started(self) -> None:
+        """Wait for a healthy engine, and start one if there is none. Raises EngineRefusal and CallboardError."""
+        if self._waker is not None and self._draining:
+            raise EngineRefusal(self._draining, Refusal.DRAINING)
+        if self._waker is not None and not any(link.usable and not link.reason for link in self.links.values()):
+            await self._waker.engine()
+
+    async def keep(self, seconds: float | None) -> list[Idleness]:
+        """Let the engines end after this time without requests, unless it is None. Returns their idle times."""
+        found = await asyncio.gather(*(self._directory.keep(name, seconds) for name in self.links))
+        return [each for each in found if each is not None]
 
     def close(self) -> None:
         """Close all links."""
-        for pending in (self._following, self._pending_move, self._waking):
+        for pending in (self._following, self._pending_move, self._waker):
             if pending is not None:
                 pending.cancel()
         for link in self.links.values():
@@ -113,6 +124,8 @@ class EngineGroup:
 
         Returns the number of live requests."""
         self._draining = reason
+        if self._waker is not None:
+            self._waker.refuse(EngineRefusal(reason, Refusal.DRAINING))
         for stream in [s for s in self._waiting if not s.accepted]:
             self._release(stream)
             self._park(stream)
@@ -139,7 +152,7 @@ class EngineGroup:
         links = sorted(self.links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
             return None
-        if self._from_zero is not None and self._is_served.is_set():  # requests wait for an engine
+        if self._waker is not None and (self._is_served.is_set() or not self._waker.must_start):  # requests wait
             return None
         if links:
             return links[0].reason
@@ -235,9 +248,9 @@ class EngineGroup:
             uses_cache = self._uses_cache(stream)
             wanted = request.cache_salt, uses_cache, request.adapter
             if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
-                salt, adapter = request.cache_salt, request.adapter
-                colocate = request.params.pooled
-                prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter, colocate=colocate)
+                salt, adapter, session = request.cache_salt, request.adapter, request.session
+                own: dict[str, Any] = {"colocate": request.params.pooled, "adapter": adapter, "session": session}
+                prompt = Prompt(request.token_ids, salt, uses_cache, **own)
                 self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])
@@ -279,31 +292,15 @@ class EngineGroup:
         except EngineRefusal as e:
             stream.fail(e)
             return
-        self._wake_engine()
+        if self._waker is not None:
+            self._waker.wake()
 
     def _expire(self, stream: ClientStream, reason: str) -> None:
+        self._fail(stream, EngineRefusal(reason, Refusal.LATE))
+
+    def _fail(self, stream: ClientStream, error: CallboardError) -> None:
         self._release(stream)
-        stream.fail(EngineRefusal(reason, Refusal.LATE))
-
-    def _wake_engine(self) -> None:
-        """If the application can scale to zero, start an engine, and repeat that while streams wait."""
-        if self._from_zero is not None and (self._waking is None or self._waking.done()):
-            self._waking = in_background(asyncio.create_task(self._keep_waking(self._from_zero)), "starting an engine")
-
-    async def _keep_waking(self, zero: ScaleFromZero) -> None:
-        num_failed = 0
-        while self._waiting or not self._is_served.is_set():
-            try:
-                await zero.wake()
-                num_failed = 0
-            except Exception as e:  # unless it is a CallboardError, the engine may have ended meanwhile
-                num_failed += 1
-                logger.warning("no engine could be started: %s: %s", type(e).__name__, e)
-                error = e if isinstance(e, CallboardError) else CallboardError(f"No engine could be started: {e}.")
-                for stream in [s for s in self._waiting if not s.accepted and (error is e or num_failed >= _MAX_WAKES)]:
-                    self._release(stream)
-                    stream.fail(error)
-            await asyncio.sleep(_WAKE_PAUSE_S)
+        stream.fail(error)
 
     def _release(self, stream: ClientStream) -> bool:
         """Take a stream from its engine or from the waiting ones. Returns False if it had already ended."""
@@ -340,6 +337,8 @@ class EngineGroup:
             link.cancel_pause(link.pause.pause_id)
         if not link.reason:
             self._is_served.set()
+            if self._waker is not None:
+                self._waker.found()
         if link.name in self._router and self._router.fingerprint(link.name) != link.info.fingerprint:
             self._router.remove(link.name)  # with other weights its blocks have other hashes
             link.is_followed = False
@@ -406,7 +405,7 @@ class EngineGroup:
         choice = self._choose(stream)
         if choice is not None:
             self._submit(stream, choice)
-        elif self._from_zero is not None and all(link.draining for link in stream.refusals):
+        elif self._waker is not None and all(link.draining for link in stream.refusals):
             self._park(stream)
         else:
             by_hope = list(Refusal)

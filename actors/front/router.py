@@ -7,9 +7,9 @@ The router keeps a picture of each engine, and `choose` answers from it. Policy 
 
 The first factor is the wait of the request, the second the number of requests that share each step. No weights need
 tuning. Among the engines within SLACK of the least score, the one with the longest cached prefix wins. A rendezvous
-hash of the first block that no engine holds breaks ties. So several fronts agree on the engine of a new prefix without
-messages, and a block that every request has does not fill one engine alone. Requests that this front has sent count
-until the engine's own figures include them.
+hash breaks ties: of the request's session, else of the first block that no engine holds. So several fronts agree on
+the engine of a session or a new prefix without messages, and a block that every request has does not fill one engine
+alone. Requests that this front has sent count until the engine's own figures include them.
 
 Colocated prompts, such as a reranker's, arrive many at a time with one common prefix, which no engine holds yet. They
 follow the first of them while its engine can compute all its tokens in one step.
@@ -56,21 +56,26 @@ class Prompt:
         hashes: dict[_Kind, list[bytes]] | None = None,
         adapter: str = "",
         colocate: bool = False,
+        session: str = "",
     ) -> None:
         """Args:
         salt, adapter: requests with other values share no block with this one.
         uses_cache: False if the request uses no cached blocks.
         hashes: the known hashes of leading full blocks.
-        colocate: route together with requests that share its prefix, even if they then wait."""
+        colocate: route together with requests that share its prefix, even if they then wait.
+        session: engines of nearly equal cost are chosen by it."""
         self.token_ids, self.salt, self.uses_cache, self.adapter = token_ids, salt, uses_cache, adapter
         self.colocate = colocate and uses_cache
+        self.session = session
         self.new_key = 0  # of the first block that no engine held at the last choice
         self._hashes = {} if hashes is None else hashes  # of leading blocks, and of the block after them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """Return this prompt with more tokens, as for a stream that moves. Full blocks are not hashed again."""
         hashes = {kind: self.block_hashes(kind) for kind in self._hashes}
-        return Prompt([*self.token_ids, *token_ids], self.salt, hashes=hashes, adapter=self.adapter)
+        return Prompt(
+            [*self.token_ids, *token_ids], self.salt, hashes=hashes, adapter=self.adapter, session=self.session
+        )
 
     def block_hashes(self, kind: _Kind) -> list[bytes]:
         """Return the hashes of its leading full blocks that were computed."""
@@ -167,7 +172,7 @@ class Router:
         if place.states is not None:
             self._stateful[engine] = place
         self._tokens[place.index] = self._rows[place.index] = 0
-        self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
+        self._salts[place.index] = _hash(engine)
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._engines
@@ -252,6 +257,7 @@ class Router:
         cached_of_good = np.where(scores <= SLACK * scores.min(), cached, -1)
         most = cached_of_good.max()
         at = at[cached_of_good == most]
+        key = _hash(prompt.session) if prompt.session else key
         index = int(at[0] if len(at) == 1 else at[_mix(self._salts[at], key).argmax()])
         return Route(self._places[index].name, int(most))
 
@@ -365,6 +371,11 @@ class Router:
 def _key(block_hash: bytes) -> int:
     """Return the key of a block's hash (int64)."""
     return int.from_bytes(block_hash[:KEY_BYTES], "little", signed=True)
+
+
+def _hash(name: str) -> int:
+    """Return 64 bits of a name, the same in every front."""
+    return int.from_bytes(blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def _fill(column: NDArray[np.int64], mask: int, value: int) -> None:

@@ -2,7 +2,8 @@
 
     names              names of actors, by which processes find each other
     directory          the engines of an application, from Ray's list of actors
-    placement          bundles, CPUs and GPUs of an engine's actors
+    placement          bundles, CPUs, GPUs and memory of an engine's actors
+    room               ends idle engines while another model lacks resources
     environment        variables that Ray reads at its start
     haproxy            adapts the configuration that Serve writes for HAProxy
     fork_server        forks Ray's workers from one process that has imported their modules
@@ -34,6 +35,7 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
     serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
                                             ray.serve._private that workers import
-    serve_app/app.py                        ray._private.state.available_resources_per_node
+    placement.free_resources                ray._private.state.available_resources_per_node
+    room.lacks_resources                    that Serve names a replica's placement group as the replica
     serve_app/processes                     ray._private.worker._global_node, and titles of Ray's processes
 """

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.ray.names import NAMESPACE, living_actors
-from actors.wire.engine_client import WeightsRefused
+from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.transport import Address
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
@@ -73,6 +73,14 @@ class RayDirectory:
         except RayError as e:
             raise WeightsRefused(f"An engine is lost: {plain_error(e)}", "unavailable") from e
         return answer
+
+    async def keep(self, name: str, seconds: float | None) -> Idleness | None:
+        """Let an engine end after this idle time, unless it is None. Returns None if it is gone."""
+        with suppress(ValueError, RayError, TimeoutError):
+            engine = await self._actor(name)
+            found: Idleness = await asyncio.wait_for(engine.keep.remote(seconds), _HEALTH_S)
+            return found
+        return None
 
     async def _actor(self, name: str) -> Any:
         """Return a handle. A link may outlive its engine's entry in the list, which may return. Raises ValueError."""

@@ -31,6 +31,7 @@ FAST_SERVE = {
 # One machine: Ray listens on loopback only, and sends no usage statistics.
 SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux this makes Ray's daemons listen on 127.0.0.1
+    "RAY_SERVE_HAPROXY_MAXCONN": "4096",  # Ray 2.60's default; earlier ones need 50,035 file descriptors
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_agent_register_timeout_ms": "300000",  # the default of 30 s ends raylets on busy machines
     "RAY_enable_worker_prestart": "0",  # else one idle worker per CPU; a server uses seven workers

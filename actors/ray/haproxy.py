@@ -45,9 +45,9 @@ _SERVING = "^(success|DRAINING)$"
 # Paths of POSTs that only generate or compute: a second front may repeat them after the first one's end. A front that
 # ends may have done any other POST, so that client gets an error.
 REPEATABLE = (
-    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-    "/api/chat", "/api/generate", "/api/show", "/v1/embeddings", "/pooling", "/score", "/rerank",
-    "/tokenize", "/detokenize", "/check_grammar",
+    "/completions", "/completion", "/infill", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+    "/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/show", "/embeddings", "/embedding", "/api/embed",
+    "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/apply-template", "/check_grammar",
 )  # fmt: skip
 _REQUEST_TIMEOUT = "30s"  # for headers and the first 16 KiB; Serve limits only pauses
 

@@ -35,18 +35,41 @@ def living_actors(prefix: str) -> list[str]:
     return sorted(living, key=lambda name: int(name.rpartition("#")[2]))
 
 
-def engines_of(application: str, config: EngineConfig | None = None) -> str:
-    """Return the prefix of the names of an application's engines or, with `config`, of the engines of its model.
+def engines_of(application: str, config: EngineConfig | None = None, deployment: str = "Engine") -> str:
+    """Return the prefix of the names of an application's engines or, with `config`, of one deployment's engines.
 
     During a redeployment with another model, engines of both live. A front uses the engines of one model only."""
-    model = "" if config is None else blake2b(f"{config.model}\0{config.revision}".encode(), digest_size=4).hexdigest()
-    return f"{application}/engine/{model and model + '/'}"
+    if config is None:
+        return f"{application}/engine/"
+    model = blake2b(f"{config.model}\0{config.revision}".encode(), digest_size=4).hexdigest()
+    return f"{application}/engine/{deployment}/{model}/"
 
 
-def default_weight_store(application: str, config: EngineConfig) -> str:
-    """Return the folder for the weights of an application's model, which ends with this Ray."""
+def model_of(engine: str) -> str:
+    """Return the part of an engine's name that all engines of its model share."""
+    return engine.rpartition("/")[0] or engine.partition("#")[0]
+
+
+def drafts_of(model: str) -> str:
+    """Return the name of the draft that engines of a model share."""
+    return f"{model.replace('/engine/', '/draft/')}/draft"
+
+
+def default_weight_store(model: str) -> str:
+    """Return the folder for the weights of a model (`model_of`), which ends with this Ray."""
     node: Any = ray._private.worker._global_node
-    return str(Path(node.get_session_dir_path(), "callboard-weights", engines_of(application, config)))
+    return str(Path(node.get_session_dir_path(), "callboard-weights", model))
+
+
+def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = None) -> Any:
+    """Return `actor` as a class for Ray, which shows its name in process titles, the dashboard and logs.
+
+    The name is Callboard:APPLICATION:ROLE:ENGINE, and a rank follows if there is one. `engine` is an engine's name, or
+    None for the engine of this process."""
+    engine = engine or ray.get_runtime_context().get_actor_name() or ""
+    parts = ["Callboard", engine.partition("/")[0].partition("#")[0], role, engine_id(engine)]
+    name = ":".join(parts if rank is None else [*parts, str(rank)])
+    return ray.remote(**actor.REMOTE)(type(name, (actor,), {}))
 
 
 def engine_id(name: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -36,9 +37,14 @@ _DRAFT_GPUS = 0.1  # the same
 def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool:
     """True if the runners use GPUs: the settings require them, or a machine has enough of them.
 
-    `nodes` are the resources of each machine. Raises CallboardError if no machine has enough GPUs for all ranks."""
+    `nodes` are the resources of each machine. A head that computes nothing has none: its machines are still to come,
+    as on Kubernetes, and the settings alone decide. Raises CallboardError if no machine has enough GPUs for all ranks.
+    """
+    nodes = list(nodes)
     if config.device == "cpu":
         return False
+    if config.device == "cuda" and nodes and not any(computes(resources) for resources in nodes):
+        return True
     most = max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
     size, what = config.tensor_parallel_size, ""
     needed = size
@@ -50,6 +56,11 @@ def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool
             f"have {most} at most; use device=cpu or add GPUs."
         )
     return most >= needed
+
+
+def computes(resources: Mapping[str, float]) -> bool:
+    """True if a machine with these resources may have engines and fronts."""
+    return bool(resources.get("CPU") or resources.get("GPU"))
 
 
 def has_own_gpu(config: EngineConfig) -> bool:
@@ -64,11 +75,18 @@ def default_fronts(cluster_resources: dict[str, float]) -> int:
     return min(4, max(1, int(cluster_resources.get("CPU", 0)) // 4))
 
 
-def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
-    """Return the placement group of one engine."""
+def bundles(config: EngineConfig, gpu: bool, num_bytes: int = 0) -> list[dict[str, float]]:
+    """Return the placement group of one engine. `num_bytes` of memory are reserved for its processes."""
+    memory = {"memory": float(num_bytes)} if num_bytes else {}
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
-    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(num_runners))]
+    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
+
+
+def free_resources() -> list[Mapping[str, float]]:
+    """Return the resources of each machine that no placement group or actor has."""
+    state: Any = ray._private.state
+    return list(state.available_resources_per_node().values())
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.ray.directory import plain_error
-from actors.ray.names import NAMESPACE, living_actors, new_name
+from actors.ray.names import NAMESPACE, living_actors, new_name, titled
 from actors.ray.placement import draft_options, runner_options
 from actors.runners.draft import DraftActor, SocketDraft, StepMicroseconds
 from actors.runners.runner import ModelRunnerActor
@@ -237,10 +237,10 @@ class RunnerGroup:
             ranks.call_all("sleep" if level else "wake", within_s=_SLEEP_S)
 
     def _make_runners(self) -> list[Any]:
-        actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         ranks = range(self._config.tensor_parallel_size)
         options = [runner_options(self._config, self._group, rank, self._gpu) for rank in ranks]
-        return [actor.options(**of_rank).remote() for of_rank in options]
+        actors = [titled(ModelRunnerActor, "runner", rank=rank) for rank in ranks]
+        return [actor.options(**of_rank).remote() for actor, of_rank in zip(actors, options, strict=True)]
 
     def check(self) -> None:
         """Close the step channel if a rank is lost. Called every second while the runners serve.
@@ -270,8 +270,9 @@ class DraftKeeper:
     The end of the connection shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
     also after the death of the calling engine."""
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, application: str) -> None:
-        self._config, self._group, self._gpu, self._application = config, group, gpu, application
+    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, shared_name: str) -> None:
+        """`shared_name` is the name of a draft that engines share."""
+        self._config, self._group, self._gpu, self._shared_name = config, group, gpu, shared_name
         self._attached: Any = None  # the actor that serves the step thread; None while it is replaced
         self._process: LocalProcess | None = None
 
@@ -283,15 +284,16 @@ class DraftKeeper:
 
     def load(self) -> None:
         """Start a draft actor and load its model. If engines share one, use the oldest living draft."""
-        actor: Any = ray.remote(**DraftActor.REMOTE)(DraftActor)
+        shared = f"{self._shared_name}/shared" if self._config.draft_shared else None
+        actor = titled(DraftActor, "draft", shared)
         options = draft_options(self._config, self._group, self._gpu)
         self._is_own = True
         if not self._config.draft_shared:
             self.draft = actor.options(**options).remote()
-        elif not (living := living_actors(f"{self._application}/draft#")):
-            name = new_name(f"{self._application}/draft")
+        elif not (living := living_actors(f"{self._shared_name}#")):
+            name = new_name(self._shared_name)
             mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
-            oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have started one first
+            oldest = living_actors(f"{self._shared_name}#")[0]  # another engine may have started one first
             self._is_own = oldest == name
             self.draft = mine if self._is_own else ray.get_actor(oldest, NAMESPACE)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
@@ -19,6 +19,13 @@ class Refusal(StrEnum):
     DRAINING = "draining"  # the engine takes no new requests before it ends
     LATE = "late"  # it waited in the queue longer than queue_timeout_s
     NEVER = "never"  # it can never be served: it is too long, for example
+
+
+class Idleness(NamedTuple):
+    """How long an engine has been idle, and how long it may be."""
+
+    idle_s: float  # since it last had a request
+    keep_s: float  # the idle time after which it may end; negative for the application's own
 
 
 class EngineRefusal(CallboardError):
@@ -93,6 +100,14 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request of any front by its id or its client's id. An unknown id is ignored."""
+        ...
+
+    async def started(self) -> None:
+        """Wait for a healthy engine, and start one if there is none. Raises EngineRefusal and CallboardError."""
+        ...
+
+    async def keep(self, seconds: float | None) -> list[Idleness]:
+        """Let the engines end after this time without requests, unless it is None. Returns their idle times."""
         ...
 
     async def reset_prefix_cache(self) -> None:

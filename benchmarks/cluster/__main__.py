@@ -7,9 +7,11 @@ The machines are network namespaces of this one (network.py), each with its own 
 one a second engine, and one only Ray's GCS and Serve's controller. If no case disturbs the head, the last is the first
 one. Only a kernel with user namespaces is needed. `head-killed` also needs a redis-server, which keeps the GCS's state.
 All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
-that Serve still replaces it (`front_back_s`, until a request is answered). Clients read streams one after another, and
-also send short requests, over connections of their own. Each answer is compared with an undisturbed cluster's. A JSON
-line a case.
+that Serve still replaces it (`front_back_s`, until a request is answered). `pod-ended` runs the hook of
+docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine.
+
+Clients read streams one after another, and also send short requests, over connections of their own. Each answer is
+compared with an undisturbed cluster's. A JSON line a case.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.machines import Cluster
 from benchmarks.cluster.network import alone, make_bridge, refusal
 
-_CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut"
+_CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut", "pod-ended"
 _OF_HEAD = "head-cut", "head-killed"
+_DEADLINE_S = 40  # of a pod's hook; without room elsewhere, Serve ends replicas drain_timeout_s and 2 s before
 _BEFORE_S = 1.0  # under load before a disturbance
 
 
@@ -58,6 +61,7 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
         "head-killed": (cluster.head.kill, cluster.restart_head),
         "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),  # for good
         "engine-cut": (cluster.other.pull, lambda: None),
+        "pod-ended": (lambda: cluster.end_pod(_DEADLINE_S), lambda: None),
     }
     for name in args.cases:
         begin, end = disturbances[name]
@@ -72,6 +76,8 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
         if name == "head-killed":
             cluster.kill_front()
             line["front_back_s"] = await clients.seconds_until_answered()
+        if name == "pod-ended":
+            line["hook_s"] = cluster.hook_s
         print(json.dumps(line), flush=True)
 
 

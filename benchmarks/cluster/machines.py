@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+
+import yaml
 
 from actors.ray.environment import CLUSTER, haproxy_files, ray_token
 from actors.ray.haproxy import COMMAND, write_command
 from benchmarks.cluster.network import HOST, Machine
 from tests.support.models.tiny_gguf import write_tiny_gguf
 
+_ROOT = Path(__file__).parents[2]
 PORT = 8000
 _REDIS_PORT = 6390
 _HEAD = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
@@ -54,6 +60,7 @@ class Cluster:
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)
         self.front, self.other = Machine(2, own), Machine(3, own)
         self.head = Machine(1, own) if has_head_apart else self.front
+        self.hook_s: float | None = None  # duration of a pod's hook; None before its end
         self.url = f"http://{self.front.address}:{PORT}"
 
     def start(self, model: str | None) -> None:
@@ -93,6 +100,23 @@ class Cluster:
         blind = ["unshare", "--pid", "--fork", "--mount-proc"]
         command = self.head.command(*blind, *_RAY, *self._options(self.head), *_HEAD, *_NO_CPUS, "--block")
         subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def end_pod(self, deadline_s: int) -> None:
+        """End the other machine as Kubernetes ends a worker's pod: run its hook, then kill the machine."""
+        service = yaml.safe_load((_ROOT / "docs/deploy/kubernetes/gpu/rayservice.yaml").read_text())
+        pod = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+        *shell, hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        hook = re.sub(r"(?<=--deadline-remaining-seconds )\d+", str(deadline_s), hook)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = self._environment | {"RAY_ADDRESS": f"{self.head.address}:6379", "PATH": path}
+
+        def run() -> None:
+            began = time.monotonic()
+            subprocess.run(self.other.command(*shell, hook), env=environment, capture_output=True, check=True)
+            self.hook_s = round(time.monotonic() - began, 1)
+            self.other.kill()
+
+        threading.Thread(target=run, daemon=True).start()
 
     def kill_front(self) -> None:
         """Kill the front's process."""

@@ -54,7 +54,7 @@ class Application:
         from actors.ray.haproxy import _pids
         from serve_app.processes.application_processes import processes_of
 
-        found = [(p.role, p.engine, p.pid) for p in processes_of(NAME, self.session)]
+        found = [(p.role, p.engine, p.pid) for p in processes_of(self.session, NAME)]
         client: Any = _get_global_client()
         controller = client.get_serve_details()["controller_info"]["actor_id"]
         found.append(("controller", "", _pid_of(controller)))
@@ -87,7 +87,7 @@ class Application:
         import ray
 
         own, found = ray.get_runtime_context().get_node_id(), engines()
-        nodes = {e: ray.get(actor.processes.remote(), timeout=_CALL_S)[0][1] for e, actor in found.items()}
+        nodes = {e: ray.get(actor.__ray_call__.remote(_node), timeout=_CALL_S) for e, actor in found.items()}
         return max(nodes, key=lambda engine: nodes[engine] != own)
 
     def requests_of(self, engine: str) -> list[str]:
@@ -154,6 +154,12 @@ def _pid_of(actor_id: str) -> int:
     handle: Any = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
     assert handle._actor_id.hex() == actor_id
     return int(ray.get(handle.get_pid.remote(), timeout=_CALL_S))
+
+
+def _node(_: Any) -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _shift_clock(_: Any, seconds: float) -> None:

@@ -47,8 +47,8 @@ from runtime.loading.resolve import resolve  # noqa: E402
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.spec.types import Request, SamplingParams  # noqa: E402
 from runtime.text.tokenizer import Tokenizer  # noqa: E402
-from serve_app.app import Front  # noqa: E402
-from serve_app.settings import HttpSettings  # noqa: E402
+from serve_app.front import Front  # noqa: E402
+from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings  # noqa: E402
 
 TOKENS = 160  # a request
 APP = f"front-door-{os.getpid()}"  # its processes carry the name
@@ -218,7 +218,9 @@ def main() -> None:
     ray.get(engine.start.remote(runner))
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
-    serve.run(front.bind(config, HttpSettings(), "toy", None, False), name=APP)
+    serve.run(
+        front.bind(ModelSettings.of_all([(config, ("toy",), ScalingSettings())]), HttpSettings(), [None]), name=APP
+    )
     freeze_garbage()
     asyncio.run(measure(runner, engine, port, words, args.streams))
     ray.kill(replica)

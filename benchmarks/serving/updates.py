@@ -196,8 +196,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="settings of the application")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     args = parser.parse_args()
-    from callboard.app import AppArgs
-    from serve_app.app import application_of
+    from callboard.app import AppArgs, build_app
 
     results, on_gpu = Results("weight_updates_served", args.out), torch.cuda.is_available()
     settings = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in args.set)}
@@ -209,7 +208,7 @@ def main() -> None:
             port = probe.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
         stack.callback(serve.shutdown)
-        serve.run(application_of(AppArgs(model=args.model, **settings)), name=APP)
+        serve.run(build_app(AppArgs(model=args.model, **settings)), name=APP)
         client = stack.enter_context(RolloutClient.connect(APP))
         for way in args.ways or (["ipc"] if on_gpu else ["objects"]):
             for row in rows(args, client, way):

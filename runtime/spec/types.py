@@ -173,6 +173,9 @@ class Request:
     adapter: str = ""  # digest of its adapter; empty for none
     prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
     min_weight_version: str = ""  # it waits for an engine with these weights or newer ones; empty for any
+    session: str = field(default="", compare=False)  # requests of one session go to one engine if costs allow it
+    keeps_output: bool = field(default=False, compare=False)  # the engine keeps its tokens if its reader leaves
+    resumes: bool = field(default=False, compare=False)  # it continues with the tokens that were kept under its id
 
     @property
     def num_bytes(self) -> int:

@@ -66,11 +66,16 @@ class MemoryPlan:
             ("new weights", self.updates, "weight_updates"),
         ]  # fmt: skip
         needed = " + ".join(f"{name} {_gib(size)}{why and f' ({why})'}" for name, size, why in parts if size)
-        total = sum(size for _, size, _ in parts)
         return (
-            f"memory plan: {needed} = {_gib(total)} of {_gib(self.available)} available; context {self.max_model_len} "
-            f"tokens (max_model_len), at most {self.largest_context} would fit"
+            f"memory plan: {needed} = {_gib(self.total)} of {_gib(self.available)} available; context "
+            f"{self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
         )
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        parts = self.weights, self.kv, self.working, self.states, self.graphs, self.adapters, self.updates
+        return sum(parts)
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
         """The plan with a KV cache of this number of blocks."""
@@ -136,7 +141,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     limits = max_num_seqs, max_num_tokens, max_model_len
     sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, available
     plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
-    missing = weights + working + states + graphs + adapters + updates + kv - available
+    missing = plan.total - available
     if missing > 0:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         lower = f"serve without weight_updates, lower {lower}" if updates >= missing else f"lower {lower}"

@@ -12,6 +12,8 @@ from serve_app.apis.batches.routes import batch_routes
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.completions.endpoint import COMPLETIONS
+from serve_app.apis.llama_cpp.endpoint import LLAMA_CPP_ENDPOINTS
+from serve_app.apis.llama_cpp.routes import llama_cpp_routes
 from serve_app.apis.management.adapters import adapter_routes
 from serve_app.apis.management.engine import Kill, engine_routes
 from serve_app.apis.management.requests import request_routes
@@ -26,8 +28,8 @@ from serve_app.apis.responses.store import StoredResponses
 from serve_app.protocol.operation import ApiRoute
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.generation import Generation
+from serve_app.service.models import Models
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 ENDPOINTS: tuple[Endpoint[Any], ...] = (
@@ -36,24 +38,26 @@ ENDPOINTS: tuple[Endpoint[Any], ...] = (
     MessagesEndpoint(),
     OllamaChatEndpoint(),
     OllamaGenerateEndpoint(),
+    *LLAMA_CPP_ENDPOINTS,
 )
 
 
 def api_routes(
-    service: Service, settings: HttpSettings, stored: StoredResponses, batches: Batches, kill: Kill | None
+    models: Models, settings: HttpSettings, stored: StoredResponses, batches: Batches, kill: Kill | None
 ) -> list[Route]:
     recorded = RecordedRequests(settings.recorded_request_bytes, [endpoint.id_prefix for endpoint in ENDPOINTS])
     return [
-        *(ApiRoute(e.path, Generation(service, e, settings, recorded), e.operation) for e in ENDPOINTS),
-        count_tokens_route(service, settings),
-        *response_routes(service, settings, stored, recorded),
-        *pooled_routes(service, settings),
+        *(ApiRoute(e.path, Generation(models, e, settings, recorded), e.operation) for e in ENDPOINTS),
+        count_tokens_route(models, settings),
+        *response_routes(models, settings, stored, recorded),
+        *pooled_routes(models, settings),
         *batch_routes(settings, batches),
-        *ollama_model_routes(service, settings),
-        *tokenization_routes(service, settings),
-        *request_routes(service, settings, recorded),
-        *status_routes(service, settings),
-        *adapter_routes(service, settings),
-        *engine_routes(service, settings, kill),
-        *weight_routes(service, settings),
+        *ollama_model_routes(models, settings),
+        *llama_cpp_routes(models, settings),
+        *tokenization_routes(models, settings),
+        *request_routes(models, settings, recorded),
+        *status_routes(models, settings),
+        *adapter_routes(models, settings),
+        *engine_routes(models, settings, kill),
+        *weight_routes(models, settings),
     ]

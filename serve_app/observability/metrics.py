@@ -19,7 +19,6 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
 from runtime.spec.types import Request
 from serve_app.observability.context import ChoiceStats, RequestContext, RequestSink
-from serve_app.observability.exposition import exposition
 from serve_app.observability.request_line import RequestLines
 from serve_app.protocol.errors import ApiError
 
@@ -68,6 +67,7 @@ class ServiceMetrics:
         self.lines: RequestLines | None = RequestLines(model)  # None without a request log
         self._sinks: list[RequestSink] = []
         self._ray: RayMetrics | None = None
+        self.counts_process = True  # one of a front's models has the figures of its process
         self._process, self._cpu_s = of_this_process("front"), 0.0  # reported CPU seconds
 
     def add_sink(self, sink: RequestSink) -> None:
@@ -165,14 +165,16 @@ class ServiceMetrics:
 
         Figures for an unreachable engine wait for the next report. Figures of an ended engine, or of none, go to
         another engine, so sums lose nothing."""
-        used = self._process.read()
-        self._pending[""].count(CPU, "front", used.cpu["front"] - self._cpu_s)
-        self._cpu_s = used.cpu["front"]
+        memory: dict[str, float] = {}
+        if self.counts_process:
+            memory, cpu = self._process.read()
+            self._pending[""].count(CPU, "front", cpu["front"] - self._cpu_s)
+            self._cpu_s = cpu["front"]
         pending, self._pending = self._pending, defaultdict(MetricValues)
         if engines := self._client.engines():
             for engine in pending.keys() - set(engines):
                 pending[engines[0]].add(pending.pop(engine))
-            pending[engines[0]].numbers[MEMORY] = used.memory
+            pending[engines[0]].numbers[MEMORY] = memory
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
             figures.numbers.pop(MEMORY, None)
@@ -181,10 +183,6 @@ class ServiceMetrics:
             elif self._ray is not None:
                 await self._ray.publish(engine, figures)
         return snapshots
-
-    async def exposition(self) -> bytes:
-        """Return the Prometheus text of the application: its engines, and all fronts as of their last reports."""
-        return exposition(self.model, await self.report())
 
     async def run(self, ray_metrics: RayMetrics, publishes_engines: Callable[[], bool]) -> None:
         """Report until the front ends, and publish its figures through Ray.

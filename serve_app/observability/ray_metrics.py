@@ -23,9 +23,10 @@ _LABELS = ("model_name", "engine", "ReplicaId")
 class RayMetrics:
     """The metrics of one replica's process."""
 
-    def __init__(self, model: str, replica_id: str) -> None:
+    def __init__(self, model: str, replica_id: str, published: dict[str, Any] | None = None) -> None:
+        """`published` has Ray's metrics by name, which all models of a process share."""
         self._tags = {"model_name": model, "ReplicaId": replica_id}
-        self._metrics: dict[str, Any] = {}
+        self._metrics = {} if published is None else published
         self._last: dict[str, MetricValues] = {}  # last published figures by engine
         self._gone: dict[str, None] = {}  # ended engines, in the order of their ends
 

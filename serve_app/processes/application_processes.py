@@ -1,6 +1,6 @@
-"""The processes of a running application on this machine, for tests of failures.
+"""The processes of a running application on this machine, for tests of failures and the doctor.
 
-The listener on the application's port leads to its Ray through /proc, and Ray's actors report their processes. Before
+The listener on the application's port leads to its Ray, and titles lead to its processes, all through /proc. Before
 each signal the process is checked again: it must belong to this user and that Ray session, and be an actor of
 Callboard.
 """
@@ -8,7 +8,6 @@ Callboard.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import random
 import re
@@ -16,37 +15,20 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.spec.types import CallboardError
 from serve_app.processes.process_tree import children_of_all
 from serve_app.settings import HttpSettings
 
-ROLES = {  # role of a process -> its title by Ray
-    "engine": "ray::EngineActor",
-    "runner": "ray::ModelRunnerActor",
-    "draft": "ray::DraftActor",
-    "supervisor": "ray::ServeReplica:{application}:Engine",
-    "front": "ray::ServeReplica:{application}:Front",
-}
-_CALL_S = 10.0  # for actors to report their processes
-
-
-class Raylet(NamedTuple):
-    """Ray's daemon on this machine."""
-
-    pid: int
-    gcs_address: str
-    session: str  # its folder
-
-    @classmethod
-    def of(cls, pid: int) -> Raylet:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        values = dict(argument.removeprefix("--").partition("=")[::2] for argument in command)
-        return cls(pid, values["gcs-address"], values["session_dir"])
+ROLES = ("engine", "runner", "draft", "supervisor", "front")
+_TITLE = re.compile(  # of Callboard's own actors (actors/ray/names.py), and of Serve's replicas
+    r"ray::(?:Callboard:(.+):(engine|runner|draft):(\w+)(?::(\d+))?|ServeReplica:(.+):(Engine|Front)\w*)(?:\W.*)?"
+)
+_REPLICA_LOG = re.compile(r"/logs/serve/replica_.*\.log")  # its name ends with the id, which is the engine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +36,31 @@ class Process:
     """One process of an application."""
 
     role: str
-    engine: str  # id of its engine; empty for a front
+    engine: str  # id of its engine; empty for a front, "shared" for the draft of several engines
     pid: int
     application: str
     session: str
+    rank: int | None = None  # of a runner
+    log: str = ""  # file of its log
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """Return the process, by its title and its open log files; None if it is not an actor of Callboard.
+
+        Raises OSError if it has ended, or belongs to another user."""
+        place = Path(f"/proc/{pid}")
+        title = _TITLE.fullmatch((place / "cmdline").read_bytes().decode(errors="replace").strip("\0 "))
+        session, logs, output = os.readlink(place / "fd/1").partition("/logs/")
+        if title is None or not logs:
+            return None
+        application, role, engine, rank, serves, deployment = title.groups()
+        if role is not None:
+            log = f"{session}{logs}{output.removesuffix('.out')}.err"
+            return cls(role, engine, pid, application, session, None if rank is None else int(rank), log)
+        log = next(filter(_REPLICA_LOG.search, _descriptors(pid)), "")
+        if deployment == "Front":
+            return cls("front", "", pid, serves, session, None, log)
+        return cls("supervisor", log.rpartition("_")[2].removesuffix(".log"), pid, serves, session, None, log)
 
     def send(self, number: signal.Signals) -> None:
         """Check the process and send it a signal.
@@ -74,21 +77,18 @@ class Process:
 
 def check(process: Process) -> None:
     """Raise CallboardError unless the process belongs to this user and its Ray session, and has its role."""
-    place = Path(f"/proc/{process.pid}")
+    found = None
     try:
-        title = (place / "cmdline").read_bytes().decode(errors="replace").strip("\0 ")
-        user, log = place.stat().st_uid, os.readlink(place / "fd/1")
+        if Path(f"/proc/{process.pid}").stat().st_uid != os.getuid():
+            raise CallboardError(f"Process {process.pid} belongs to another user; Callboard ends only your own.")
+        with suppress(PermissionError):
+            found = Process.of(process.pid)
     except FileNotFoundError:
         raise ProcessLookupError(process.pid) from None
-    except PermissionError:
-        title, user, log = "", -1, ""
-    if user != os.getuid():
-        raise CallboardError(f"Process {process.pid} belongs to another user; Callboard ends only your own.")
-    wanted = ROLES[process.role].format(application=process.application)
-    if not re.fullmatch(rf"{re.escape(wanted)}(\W.*)?", title) or not log.startswith(f"{process.session}/logs/"):
+    if found is None or replace(found, log="") != replace(process, log=""):
         raise CallboardError(
-            f"Process {process.pid} ({title[:60] or 'without a title'}) is not a {process.role} of the application "
-            f"{process.application!r}; it received no signal."
+            f"Process {process.pid} is not a {process.role} of the application {process.application!r}; it received "
+            "no signal."
         )
 
 
@@ -126,8 +126,8 @@ def listeners(port: int) -> list[int]:
     return [pid for pid in _own_processes() if users.keys() & _descriptors(pid)]
 
 
-def raylet_behind(port: int) -> Raylet:
-    """Return the Ray behind a port: the descendant of the listener's nearest ancestor with a Ray."""
+def session_behind(port: int) -> str:
+    """Return the session folder of the Ray behind a port, of the listener's nearest ancestor with a Ray."""
     children = children_of_all()
     parents = {child: parent for parent, pids in children.items() for child in pids}
     raylets = {pid for pid in _own_processes() if _program(pid) == "raylet"}
@@ -136,19 +136,14 @@ def raylet_behind(port: int) -> Raylet:
         while ancestor is not None and ancestor > 1:
             found = {ancestor} & raylets or raylets & set(_below(ancestor, children))
             if len(found) == 1:
-                return Raylet.of(found.pop())
+                return _session_of(found.pop())
             ancestor = None if found else parents.get(ancestor)
     raise CallboardError(f"Port {port} is not Ray Serve's on this machine; give a Callboard server's URL.")
 
 
-def connect(raylet: Raylet) -> None:
-    """Make this process a driver of a Ray, with the environment of its daemon, which holds its secret."""
-    pairs = Path(f"/proc/{raylet.pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    settings = dict(pair.partition("=")[::2] for pair in pairs if pair.startswith(("RAY_", "__RAY_")))
-    os.environ.update(settings)  # before the import of Ray, which reads them
-    import ray
-
-    ray.init(address=raylet.gcs_address, log_to_driver=False, logging_level=logging.ERROR)
+def _session_of(raylet: int) -> str:
+    command = Path(f"/proc/{raylet}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return dict(argument.removeprefix("--").partition("=")[::2] for argument in command)["session_dir"]
 
 
 def _own_processes() -> Iterator[int]:
@@ -182,45 +177,28 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 # ---- from a Ray to its processes -------------------------------------------------------------------------------------
 
 
-def the_application(wanted: str | None) -> str:
-    """Return the name of the application on this process's Ray, or the `wanted` one.
+def processes_of(session: str, application: str | None = None) -> list[Process]:
+    """Return this user's processes of a Ray session, of one application or of all, by role, engine and rank.
+
+    An empty session stands for all."""
+    found = []
+    for pid in _own_processes():
+        with suppress(OSError):  # it has ended
+            process = Process.of(pid)
+            if process is not None and session in ("", process.session) and application in (None, process.application):
+                found.append(process)
+    return sorted(found, key=lambda p: (p.session, p.application, ROLES.index(p.role), p.engine, p.rank or 0))
+
+
+def the_application(wanted: str | None, session: str) -> str:
+    """Return the name of the application on a Ray session, or the `wanted` one.
 
     Raises CallboardError without such an application, or with several and no `wanted` one."""
-    from actors.ray.names import living_actors
-
-    names = sorted({name.partition("/engine/")[0] for name in living_actors("") if "/engine/" in name})
+    names = sorted({process.application for process in processes_of(session) if process.role == "engine"})
     if wanted in names or (wanted is None and len(names) == 1):
         return wanted or names[0]
     known = ", ".join(names) or "none"
     raise CallboardError(f"The application is ambiguous; name one with --application (running: {known}).")
-
-
-def processes_of(application: str, session: str) -> list[Process]:
-    """Return the application's processes on this machine, from reports of its actors and Serve."""
-    import ray
-    from ray.serve.context import _get_global_client
-
-    from actors.ray.names import NAMESPACE, engine_id, engines_of, living_actors
-
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    here = {node["NodeID"] for node in nodes if node["NodeManagerHostname"] == socket.gethostname()}
-    asked: dict[Any, str] = {}
-    for name in living_actors(engines_of(application)):
-        with suppress(ValueError):  # it has died
-            asked[ray.get_actor(name, NAMESPACE).processes.remote()] = engine_id(name)
-    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CALL_S) if asked else ([], [])
-    reported = []
-    for answer in answers:
-        with suppress(ray.exceptions.RayError):  # it is dying or starting
-            reported += [(asked[answer], *found) for found in ray.get(answer)]
-    client: Any = _get_global_client()
-    deployments = client.get_serve_details()["applications"].get(application, {"deployments": {}})["deployments"]
-    for deployment, role in (("Engine", "supervisor"), ("Front", "front")):
-        for replica in deployments.get(deployment, {"replicas": []})["replicas"]:
-            if replica["state"] == "RUNNING" and replica["pid"]:
-                engine = replica["replica_id"] if role == "supervisor" else ""
-                reported.append((engine, role, replica["node_id"], replica["pid"]))
-    return [Process(role, engine, pid, application, session) for engine, role, node, pid in reported if node in here]
 
 
 def http_host() -> str:
@@ -235,11 +213,9 @@ def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
     """Kill a random process of this role on this machine.
 
     Raises CallboardError without one, or if clients of other machines could do this without a key."""
-    import ray
-
     settings.check_chaos(http_host())
-    node: Any = ray._private.worker._global_node
-    found = [process for process in processes_of(application, node.get_session_dir_path()) if process.role == role]
+    session = os.readlink("/proc/self/fd/1").partition("/logs/")[0]  # Ray's log of this front
+    found = [process for process in processes_of(session, application) if process.role == role]
     random.shuffle(found)
     for process in found:
         with suppress(ProcessLookupError):  # it has ended

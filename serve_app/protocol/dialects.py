@@ -15,6 +15,8 @@ from pydantic import Field
 
 from serve_app.protocol.field_names import FieldNames
 
+_CONTEXT = "This model's maximum context length is {limit} tokens, but {where} has {prompt} tokens{parts}"
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -25,6 +27,11 @@ class Dialect:
     max_tools: int | None = None
     max_penalty: float | None = None  # of frequency and presence, on both sides of 0
     names: FieldNames = field(default_factory=FieldNames)
+    # errors for too long a prompt, and for output that does not fit beside it; programs match their words
+    context_exceeded: tuple[str, str] = (
+        f"{_CONTEXT} and at least one token of output must fit too; shorten {{where}}.",
+        f"{_CONTEXT} and {{output}} tokens of output must fit too; shorten {{where}} or lower {{field}}.",
+    )
 
 
 # metadata in OpenAI's responses and batches
@@ -38,6 +45,16 @@ def _of_route(route: str, *fields: str) -> dict[str, str]:
 
 
 _CHAT = "/v1/chat/completions"
+LLAMA_CPP_ROUTES = (
+    "/completion",
+    "/completions",
+    "/infill",
+    "/props",
+    "/slots",
+    "/apply-template",
+    "/embedding",
+    "/embeddings",
+)
 _UP_TO_128 = re.compile("[a-zA-Z0-9_-]{1,128}")
 _SCHEMA = "response_format.json_schema.schema"
 _SCORES = "logprobs", "prompt_logprobs", "return_token_ids", "routed_experts"
@@ -66,19 +83,33 @@ _OLLAMA_WORDS: Mapping[str, str] = {
     "read usage.prompt_tokens_details": "leave it out",
 }
 
-COMPLETIONS = Dialect(
-    max_penalty=2.0,
+_COMPLETION_WORDS: Mapping[str, str] = {
+    "messages or prompt": "prompt",
+    "send a message of the role system": "send it within prompt",
+    "conversation as messages": "conversation as prompt",
+    "use tools, tool_choice and tool_calls instead of OpenAI's old fields": f"send tools to {_CHAT}",
+    "send what the model's template knows, such as chat_template_kwargs.enable_thinking": f"send it to {_CHAT}",
+    **_of_route(_CHAT, "thinking_token_budget", "chat_template_kwargs.enable_thinking"),
+    "send chat_template_kwargs.documents": f"send chat_template_kwargs.documents to {_CHAT}",
+}
+
+COMPLETIONS = Dialect(max_penalty=2.0, names=FieldNames(words=_COMPLETION_WORDS))
+LLAMA_CPP = Dialect(
     names=FieldNames(
+        (r"^max_tokens\b", "n_predict"),
+        (r"^n\b", "n_cmpl"),
+        (r"^logprobs\b", "n_probs"),
+        (r"^repetition_penalty\b", "repeat_penalty"),
+        (r"^response_format(\.json_schema\.schema)?\b", "json_schema"),
         words={
-            "messages or prompt": "prompt",
-            "send a message of the role system": "send it within prompt",
-            "conversation as messages": "conversation as prompt",
-            "use tools, tool_choice and tool_calls instead of OpenAI's old fields": f"send tools to {_CHAT}",
-            "send what the model's template knows, such as chat_template_kwargs.enable_thinking": f"send it to {_CHAT}",
-            **_of_route(_CHAT, "thinking_token_budget", "chat_template_kwargs.enable_thinking"),
-            "send chat_template_kwargs.documents": f"send chat_template_kwargs.documents to {_CHAT}",
-        }
-    ),
+            **_COMPLETION_WORDS,
+            **_formats("json_schema", "json_schema"),
+            "max_tokens": "n_predict",
+            "send n": "send n_cmpl",
+            "send logprobs": "send n_probs",
+            "repetition_penalty": "repeat_penalty",
+        },
+    )
 )
 CHAT = Dialect(
     tool_names=re.compile("[a-zA-Z0-9_-]{1,64}"),
@@ -108,6 +139,11 @@ RESPONSES = Dialect(
 )
 MESSAGES = Dialect(
     tool_names=_UP_TO_128,
+    context_exceeded=(
+        "prompt is too long: {prompt} tokens > {limit} maximum{parts}; shorten the conversation.",
+        "input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, "
+        "decrease input length{parts} or `max_tokens` and try again.",
+    ),
     names=FieldNames(
         (r"^(tools\.\d+)\.function\.parameters\b", r"\1.input_schema"),
         (r"^(tools\.\d+)\.function\.", r"\1."),
@@ -146,10 +182,12 @@ _BY_PATH = {
     "/v1/completions": COMPLETIONS,
     _CHAT: CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
     "/api/chat": OLLAMA_CHAT,
     "/api/generate": OLLAMA_GENERATE,
+    **dict.fromkeys(LLAMA_CPP_ROUTES[:3], LLAMA_CPP),
 }
 _OTHER = Dialect()
 

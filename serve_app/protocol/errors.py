@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ from starlette.responses import Response
 
 from runtime.output.fields import FieldError, shortened
 from runtime.spec.types import CallboardError
-from serve_app.protocol.dialects import Dialect
+from serve_app.protocol.dialects import LLAMA_CPP_ROUTES, Dialect
 
 _MAX_MESSAGE_CHARS = 1000
 NO_THREADS = "thread_unsupported_request"  # Anthropic's SDK reads it
@@ -26,6 +28,12 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+}
+_LLAMA_CPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
 }
 # Details of internal errors that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
@@ -73,6 +81,48 @@ class ApiError(CallboardError):
         return {"error": {"message": self.message(), "type": kind, "param": self.param, "code": self.code}}
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """The tokens of a prompt that leaves no room for its output."""
+
+    where: str  # field with the prompt
+    limit: int  # the model's context
+    num_tokens: int
+    num_output: int | None = None  # wanted tokens of output; None without a number
+    max_tokens_field: str = ""  # field with that number
+    is_cut: bool = False  # true if the rest of the prompt was not counted
+    parts: Mapping[str, int] = field(default_factory=dict)  # tokens of some parts; the rest is in messages
+
+
+class ContextExceeded(ApiError):
+    """The 400 for a prompt that leaves no room for its output, in each API's words."""
+
+    def __init__(self, size: PromptSize, api: Dialect | None = None) -> None:
+        self._size = size
+        fits = size.num_output is not None and size.num_tokens < size.limit
+        parts = {name: num for name, num in size.parts.items() if num}
+        parts |= {"messages": max(size.num_tokens - sum(parts.values()), 0)} if parts else {}
+        text = (
+            (api or Dialect())
+            .context_exceeded[fits]
+            .format(
+                where=size.where,
+                limit=size.limit,
+                prompt=f"{'at least ' if size.is_cut else ''}{size.num_tokens}",
+                output=size.num_output,
+                field=size.max_tokens_field,
+                parts=f" ({', '.join(f'{num} in {name}' for name, num in parts.items())})" if parts else "",
+            )
+        )
+        super().__init__(400, text, param=size.where, code="context_length_exceeded")
+
+    def with_parts(self, parts: Mapping[str, int]) -> ContextExceeded:
+        return ContextExceeded(replace(self._size, parts=parts))
+
+    def in_words_of(self, api: Dialect) -> ApiError:
+        return ContextExceeded(self._size, api)
+
+
 def unavailable(reason: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)
 
@@ -99,10 +149,18 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message()} | details}
 
 
+def llama_cpp_body(error: ApiError) -> dict[str, Any]:
+    """Return llama.cpp's error object."""
+    kind = _LLAMA_CPP_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"code": error.status, "message": error.message(), "type": kind}}
+
+
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """Return the error object of a route's API."""
     if path.startswith("/api/"):  # Ollama's
         return {"error": error.message()}
+    if path in LLAMA_CPP_ROUTES:
+        return llama_cpp_body(error)
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
     return anthropic_body(error) if is_anthropic else error.body()
 

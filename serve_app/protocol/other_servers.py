@@ -22,7 +22,7 @@ _INSTEAD = {
     "load the adapter and give its name as the model": "lora=[] lora_path adapter_id",
     "leave it out": """
         guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
-        samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] plugins=[]
+        grammar_triggers=[] image_data=[] response_fields=[] images=[] plugins=[]
         audio web_search_options moderation repetition_detection custom_logit_processor task
         use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
         return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
@@ -67,7 +67,6 @@ _INSTEAD = {
     "send routed_experts": "return_routed_experts=false",
     "send prompt_logprobs": "decoder_input_details=false",
     "send repetition_penalty": "repeat_penalty=1 dry_multiplier=0 no_repeat_ngram_size=0 encoder_repetition_penalty=1",
-    "penalties look at all tokens here; leave it out": "repeat_last_n=-1",
     "send temperature and top_p": "mirostat=0 mirostat_mode=0",
     "send temperature": "dynatemp_range=0 smoothing_factor=0 dynamic_temperature=false",
     "send its fields beside the others, by this API's names": "options={}",
@@ -94,7 +93,7 @@ UNSUPPORTED_FIELDS = refused_fields(_INSTEAD)
 # Fields without an effect on answers here, by the reason. The header names them like unknown fields.
 _IGNORED = {
     "a hint to caches; equal prefixes are found without it": """
-        prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key
+        prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key
         n_keep num_keep n_discard id_slot keep_alive""",
     "names the client for the operator of another service": """
         safety_identifier metadata user_profile_id workspace_id custom_labels rid usage provider""",
@@ -105,6 +104,7 @@ _IGNORED = {
         context_management truncation truncate transforms shift""",
     "asks for a style or an effort that the model does not read": """
         verbosity reasoning reasoning_effort thinking_budget reasoning_budget""",
+    "penalties look at all tokens here": "repeat_last_n",
     "completions do not call tools": "parallel_tool_calls",
     "completions are not parsed for reasoning": "include_reasoning",
     "completions do not use a template": "add_generation_prompt channel_grammar",

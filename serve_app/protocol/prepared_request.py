@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
@@ -17,6 +17,9 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.answers import ChoiceUsage, usage
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sampling import SamplingFields
+
+if TYPE_CHECKING:
+    from serve_app.protocol.event_ids import EventIds
 
 R = TypeVar("R", bound=SamplingFields)
 
@@ -31,6 +34,8 @@ class ServedModel:
     info: ModelInfo
     draft: str | None  # the draft's name; None without speculation
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
+    base: str = ""  # the first name of the model itself
+    sleeps: bool = False  # its engine may end while it is idle
 
     @property
     def speculates(self) -> bool:
@@ -81,6 +86,8 @@ class Prompts:
     lengths: list[int] = field(
         default_factory=list
     )  # of the prompts alone, before their outputs; empty without outputs
+    stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
+    cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
     def path(self, index: int) -> str:
         """Return the path of one prompt in the request."""
@@ -99,7 +106,9 @@ class PreparedRequest(Generic[R]):
     requests: list[Request]  # without their grammar, which is added when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
+    keep_s: float | None = None  # idle time after it until the model sleeps; None for the server's own
     keeps_aborted: bool = False  # an aborted choice ends with its tokens so far, and not with an error
+    event_ids: EventIds | None = None  # of its stream
     on_delta: Callable[[Delta], None] | None = None  # called with each delta
 
     @property

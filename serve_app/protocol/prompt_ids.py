@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from serve_app.protocol.errors import ApiError
+from serve_app.protocol.errors import ContextExceeded, PromptSize
 
 _FIRST_CHARS = 64 << 10  # up to this length a text is encoded at once
 _CHARS_PER_TOKEN = 16  # far above that of prose
@@ -34,11 +34,6 @@ def prompt_ids(
         if len(ids) > limit + _MARGIN:
             if part is not None:
                 return ids
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {limit} tokens, but {where} has more; shorten {where}.",
-                param=where,
-                code="context_length_exceeded",
-            )
+            raise ContextExceeded(PromptSize(where, limit, len(ids), is_cut=True))
         num_chars *= 2
     return encode(text, add_special_tokens)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.core.requests import SEED_MASK
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shown
 from runtime.output.options import OutputOptions
 from runtime.spec.sampling_fields import table_of
 from runtime.spec.types import SamplingParams
@@ -20,6 +20,7 @@ from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, V
 
 MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
 MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
+MAX_SESSION_CHARS = 1024  # of a session's name
 MAX_CHOICES = 1024  # of one request: its prompts times n
 
 
@@ -41,6 +42,19 @@ _Seed = Annotated[
     Annotated[_OneSeed, Tag("<number>")] | Annotated[list[_OneSeed], Field(fail_fast=True), Tag("<list>")],
     Discriminator(lambda value: "<list>" if isinstance(value, list) else "<number>"),
 ]
+_Samplers = Annotated[
+    Annotated[str, Field(max_length=64), Tag("<text>")]
+    | Annotated[list[str], Field(max_length=64, fail_fast=True), Tag("<list>")],
+    text_or_list_of("names"),
+]
+# Samplers of llama.cpp by name and by letter, with the fields that a list without the name switches off.
+_OFF: dict[tuple[str, str], dict[str, float]] = {
+    ("penalties", "e"): {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    ("top_k", "k"): {"top_k": 0},
+    ("top_p", "p"): {"top_p": 1.0},
+    ("min_p", "m"): {"min_p": 0.0},
+    ("temperature", "t"): {"temperature": 1.0},
+}
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")]
@@ -64,6 +78,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
     dialect: ClassVar[Dialect] = Dialect()
     refused: ClassVar[dict[str, UnsupportedField]] = UNSUPPORTED_FIELDS
+    computes: ClassVar[bool] = True  # False for a request that is answered without an engine
 
     model: str | None = None
     temperature: Annotated[float, _limits("temperature")] | None = None
@@ -81,6 +96,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     min_p: Annotated[float, _limits("min_p")] | None = None
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    samplers: _Samplers | None = None  # llama.cpp's: the filters that count, in an order of this server
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SCORED_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
@@ -90,6 +106,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
@@ -106,6 +123,10 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     def max_output(self) -> int | None:
         """Return the requested tokens of output; None without a number."""
         raise NotImplementedError
+
+    def keep_s(self) -> float | None:
+        """Return the idle time for which the model should stay loaded; None for the server's own."""
+        return None
 
     def num_logprobs(self) -> int | None:
         """Return the alternatives to report at each position; None without log-probabilities."""
@@ -147,6 +168,8 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             for name in ("frequency_penalty", "presence_penalty"):
                 if abs(value := getattr(self, name) or 0.0) > most:
                     raise invalid(name, f"is {value:g}; it must be between {-most:g} and {most:g}")
+        penalties = (self.repetition_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
+        check_last_n("repeat_last_n", (self.model_extra or {}).get("repeat_last_n") if penalties else None)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         if (grammar := self.requested_grammar()) is not None:
@@ -181,7 +204,16 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             "prompt_logprobs": self.num_prompt_logprobs(),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         }
+        for names, off in _OFF.items():
+            if self.samplers is not None and not any(name in self.samplers for name in names):
+                given |= off
         return defaults.params(**given)
+
+
+def check_last_n(field: str, last: object) -> None:
+    """Raise FieldError for penalties that look at some of the tokens only."""
+    if last not in (None, -1):
+        raise invalid(field, f"is {shown(last)}, but penalties look at all tokens here; leave it out")
 
 
 def _token_id_key(key: str) -> int:

@@ -6,26 +6,33 @@ import json
 import os
 import ssl
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig, names_of
+from runtime.spec.config import DEFAULT_MODEL
+from serve_app.settings import ModelSettings
 
 NETWORK_S = 3.0  # for an answer of a hub or a package index
 _NEXT = "The default model is small and often wrong. For better answers: callboard serve Qwen/Qwen3-0.6B"
 
 
-def announcement(config: EngineConfig, names: tuple[str, ...], url: str) -> list[str]:
-    """Return the lines for stdout. `names` come from --served-model-name; `url` reaches the server."""
-    name = (names or names_of(config.model))[0]
+def announcement(models: Sequence[ModelSettings], url: str) -> list[str]:
+    """Return the lines for stdout; `url` reaches the server."""
+    name = models[0].names[0]
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "temperature": 0, "stream": True})
-    draft = f" (draft: {config.draft})" if config.draft else ""
-    adapters = f" with the adapters {', '.join(config.adapters)}" if config.lora else ""
     return [
-        f"Callboard serves {name}{draft}{adapters} at {url}/v1",
+        f"Callboard serves {', '.join(map(_described, models))} at {url}/v1",
         f"Chat: {url}/   API: {url}/v1   Ctrl-C stops",
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
     ]
+
+
+def _described(model: ModelSettings) -> str:
+    config = model.config
+    draft = f" (draft: {config.draft})" if config.draft else ""
+    adapters = f" with the adapters {', '.join(config.adapters)}" if config.lora else ""
+    return f"{model.names[0]}{draft}{adapters}"
 
 
 class NextStep:

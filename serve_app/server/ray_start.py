@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +58,8 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
-    num_actors = settings.scaling.most * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
+    engines = [model.scaling.most * (1 + model.config.tensor_parallel_size) for model in settings.models]
+    num_actors = sum(engines) + (settings.num_fronts or 0)
     importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
     importing.start()
     sys.executable, own = python, sys.executable
@@ -156,17 +156,9 @@ def deploy(settings: ServerSettings) -> None:
     """Submit the application to Serve; returns at once."""
     from ray import serve
 
-    from serve_app.app import AppArgs, application_of
+    from serve_app.app import application_of
 
-    app = application_of(
-        AppArgs(
-            **asdict(settings.config),
-            **asdict(settings.http),
-            served_model_name=settings.served_model_names,
-            **asdict(settings.scaling),
-            num_fronts=settings.num_fronts,
-        )
-    )
+    app = application_of(settings.models, settings.http, settings.num_fronts)
     serve.run_many(
         [serve.RunTarget(app, name=APP_NAME)],
         wait_for_ingress_deployment_creation=False,

@@ -90,7 +90,8 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
         stats = ray.get([engine.stats.remote() for engine in _engines()])
     except (CallboardError, ray.exceptions.RayError):  # an engine loads its model or ends
         return False
-    return len(stats) >= settings.scaling.least and all(s["connections"] >= num_fronts for s in stats)
+    num_engines = sum(model.scaling.least for model in settings.models)
+    return len(stats) >= num_engines and all(s["connections"] >= num_fronts for s in stats)
 
 
 def _answers(settings: ServerSettings) -> bool:

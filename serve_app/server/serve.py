@@ -29,7 +29,7 @@ _LAST_ANSWERS_S = 2.0
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve a model until SIGINT or SIGTERM. Raises CallboardError if the server cannot start or ends by itself."""
+    """Serve models until SIGINT or SIGTERM. Raises CallboardError if the server cannot start or ends by itself."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     usual = tempfile.gettempdir()
     place = usual if len(usual) <= _MAX_TEMPORARY_LEN else "/tmp"
@@ -56,9 +56,10 @@ def _serve_in_child(
     from runtime.inspection import check_model
 
     console = Console(lambda phase: parent.send(phase=phase))
-    check_model(settings.config)  # before actors find the same faults later
+    for model in settings.models:
+        check_model(model.config)  # before actors find the same faults later
     console.phase("model checked")
-    next_step = NextStep(settings.config.model)
+    next_step = NextStep(settings.models[0].config.model)
     set_environment(settings, folder)
     if requests is not None:
         os.environ[VARIABLE] = requests.path
@@ -88,7 +89,7 @@ def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -
     """Print how to use the server."""
     host = reachable_host(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    for line in announcement(settings.config, settings.served_model_names, url):
+    for line in announcement(settings.models, url):
         console.announce(line)
     if advice := next_step.line():
         console.report(advice)
@@ -100,7 +101,7 @@ def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    if settings.config.tool_call_parser == "auto":
+    if settings.models[0].config.tool_call_parser == "auto":
         with suppress(RayError, RayServeException, TimeoutError):
             found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_CALL_S)
             if found == "generic":

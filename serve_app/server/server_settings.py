@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.spec.config import EngineConfig
-from serve_app.settings import HttpSettings, ScalingSettings
+from serve_app.settings import HttpSettings, ModelSettings
 
 APP_NAME = "callboard"
 LOG_NAME = "callboard-serve.log"  # beside Ray's logs: the stdout and stderr of this process
@@ -15,12 +14,10 @@ LOG_NAME = "callboard-serve.log"  # beside Ray's logs: the stdout and stderr of 
 class ServerSettings:
     """All settings of `callboard serve`."""
 
-    config: EngineConfig
+    models: tuple[ModelSettings, ...]  # the first one takes requests without a name
     http: HttpSettings
     host: str
     port: int
-    served_model_names: tuple[str, ...]  # answers have the first; empty for the model's own name
-    scaling: ScalingSettings
     num_fronts: int | None
 
 

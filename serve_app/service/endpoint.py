@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
 from serve_app.protocol.answers import ChoiceUsage, encode_json, prompt_logprobs
+from serve_app.protocol.errors import ContextExceeded, PromptSize
 from serve_app.protocol.operation import Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, R, ServedModel
@@ -15,11 +17,21 @@ from serve_app.protocol.sse import EventStream, header
 
 
 class AnsweredAtOnce(Exception):
-    """Raised for a request without output of the model; `content` is the JSON of its answer."""
+    """Raised for a request without output of the model; `content` is the JSON of its answer.
 
-    def __init__(self, content: bytes) -> None:
+    The model stays loaded for `keep_s` without requests: 0 for no longer, None for its usual time."""
+
+    def __init__(self, content: bytes, model: str, keep_s: float | None) -> None:
         super().__init__(content)
-        self.content = content
+        self.content, self.model, self.keep_s = content, model, keep_s
+
+
+class NeedsEngine(Exception):
+    """Raised for a request that can be prepared after `start`, which returns when its model has an engine."""
+
+    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.start = start
 
 
 class Endpoint(ABC, Generic[R]):
@@ -46,6 +58,26 @@ class Endpoint(ABC, Generic[R]):
     @abstractmethod
     def prompts(self, request: R, model: ServedModel) -> Prompts:
         """Return the request's prompts as token ids; raises FieldError or ApiError."""
+
+    def parts(self, request: R, model: ServedModel) -> dict[str, int]:
+        """Return the tokens of some parts of a prompt, for an error; the rest is in messages."""
+        return {}
+
+    def limited_prompts(self, request: R, model: ServedModel) -> tuple[Prompts, list[int]]:
+        """Return the prompts and the most tokens of output of each; raises FieldError or ApiError."""
+        try:
+            prompts = self.prompts(request, model)
+            return prompts, [self._max_tokens(request, len(ids), model, prompts.where) for ids in prompts.token_ids]
+        except ContextExceeded as e:
+            raise e.with_parts(self.parts(request, model)) from e
+
+    def _max_tokens(self, request: R, prompt_len: int, model: ServedModel, where: str) -> int:
+        """Return the tokens of output within the context, from the request or the endpoint's default."""
+        asked, default, limit = request.max_output(), self.default_max_tokens, model.info.max_model_len
+        room = limit - prompt_len
+        if (1 if asked is None else asked) > room:
+            raise ContextExceeded(PromptSize(where, limit, prompt_len, asked or None, self.max_tokens_field))
+        return min(room if default is None else default, room) if asked is None else asked
 
     def choices(self, prepared: PreparedRequest[R]) -> list[Delta]:
         """Return an empty sum of deltas for each choice."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,21 @@ from serve_app.http.limits import Deadline, check_counts, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import num_scores
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
+from serve_app.protocol.event_ids import with_event_ids
 from serve_app.protocol.prepared_request import PreparedRequest
-from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.sampling import MAX_SESSION_CHARS, SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
-from serve_app.service.endpoint import Endpoint
+from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
+from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
 _WATCHED_AFTER_S = 0.02  # from the start to the first check whether the client has left
+
+# headers of opencode, Codex and Claude Code, and of others
+_SESSIONS = b"x-session-affinity", b"x-session-id", b"session_id", b"session-id", b"x-claude-code-session-id"
 
 _UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 EVENT_STREAM = [(b"content-type", EventStream.media_type), *_UNBUFFERED]
@@ -40,9 +45,9 @@ class Generation:
     """POST of one endpoint. It is an ASGI application, so each token is one `send`."""
 
     def __init__(
-        self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
+        self, models: Models, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
     ) -> None:
-        self._service, self._endpoint, self._settings, self._recorded = service, endpoint, settings, recorded
+        self._models, self._endpoint, self._settings, self._recorded = models, endpoint, settings, recorded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
@@ -62,7 +67,7 @@ class Generation:
     ) -> None:
         async with (
             UntilClientLeaves(receive, send) as send,
-            aclosing(self._service.run(prepared, context)) as deltas,
+            aclosing(self._models.run(prepared, context)) as deltas,
         ):
             if prepared.request.stream:
                 await self._stream(prepared, deltas, send)
@@ -73,12 +78,26 @@ class Generation:
         def prepare() -> PreparedRequest[Any]:
             return self._prepare(self._endpoint.read(body), scope)
 
-        return await run_preparation(body, scope["owner"], self._endpoint.renders_chats, prepare)
+        run = partial(run_preparation, body, scope["owner"], self._endpoint.renders_chats, prepare)
+        try:
+            return await when_started(run)
+        except AnsweredAtOnce as e:
+            await self._models.of(e.model).sleep.load(e.keep_s)
+            raise
 
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
-        return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
+
+        def prepare(request: SamplingFields, answer_id: str = "") -> PreparedRequest[Any]:
+            return self._models.prepare(self._endpoint, request, request_id, scope["owner"], answer_id)
+
+        headers = dict(scope["headers"])
+        if self._endpoint.operation.media_type != "text/event-stream":  # Ollama's API sends plain lines
+            prepared = prepare(request)
+        else:
+            prepared = with_event_ids(headers, request, prepare)
+        return _in_session(prepared, request.prompt_cache_key or _session(headers))
 
     async def _answer(
         self,
@@ -103,6 +122,8 @@ class Generation:
         """Send a stream. Its status is sent with the first event, so a refusal by an engine can have its own status."""
         options = prepared.request.stream_options
         stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
+        if prepared.event_ids is not None:
+            stream = prepared.event_ids.stream(stream)
         may_be_long = prepared.request.num_logprobs() is not None
         has_begun = False
 
@@ -139,6 +160,17 @@ class Generation:
     async def _events(self, stream: EventStream, new: list[Delta], owner: str) -> bytes:
         """Return deltas as events. After a pause of the reader, or with scores of a prompt, these may be many."""
         return await run_rendering(stream.is_long(new), owner, partial(stream.events, new))
+
+
+def _in_session(prepared: PreparedRequest[Any], session: str) -> PreparedRequest[Any]:
+    """Return the request as one of a session; an empty one is none."""
+    if not session:
+        return prepared
+    return replace(prepared, requests=[replace(each, session=session) for each in prepared.requests])
+
+
+def _session(headers: dict[bytes, bytes]) -> str:
+    return next((headers[name] for name in _SESSIONS if name in headers), b"").decode("latin-1")[:MAX_SESSION_CHARS]
 
 
 @asynccontextmanager

@@ -28,7 +28,10 @@ class ModelCard(Struct):
     root: str
     parent: str | None
     permission: list[dict[str, Any]]
-    max_model_len: int
+    max_model_len: int  # of vLLM, and its names for clients of OpenRouter, Groq and Anthropic
+    context_length: int
+    context_window: int
+    max_input_tokens: int
     weights: str
     draft: str | None
 
@@ -44,6 +47,9 @@ def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry |
         parent=None if adapter is None else base,
         permission=[{**_PERMISSION, "id": f"modelperm-{name}", "created": created}],
         max_model_len=model.info.max_model_len,
+        context_length=model.info.max_model_len,
+        context_window=model.info.max_model_len,
+        max_input_tokens=model.info.max_model_len,
         weights=model.info.weight_formats,
         draft=model.draft,
     )

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from actors.wire.engine_client import EngineClient, EngineRefusal
 from runtime.background import in_background
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
@@ -23,7 +23,7 @@ from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
@@ -31,25 +31,20 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
+from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
-from serve_app.protocol.sampling import SamplingFields
-from serve_app.service.endpoint import Endpoint
+from serve_app.service.checks import check_token_ids, check_work, unknown_model
+from serve_app.service.endpoint import Endpoint, NeedsEngine
+from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
+from serve_app.service.sleep import ModelSleep
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
-_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after
-    Refusal.BUSY: (429, "engine_busy", None),
-    Refusal.DRAINING: (503, "engine_unavailable", 1.0),
-    Refusal.LATE: (504, "queue_timeout", None),
-    Refusal.NEVER: (400, None, None),
-}
-MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
 _MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
-_MAX_NAMES = 8  # of models, in an error
-_MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
+_LATEST = ":latest"
 
 
 class Service:
@@ -63,10 +58,13 @@ class Service:
         draft: str | None = None,
         aliases: Iterable[str] = (),
         config: EngineConfig | None = None,
+        grammars: GrammarCompiler | None = None,
+        sleep: ModelSleep | None = None,
     ) -> None:
         """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
 
-        `config` has the engines' settings, for clients; None for the defaults.
+        `config` has the engines' settings, for clients; None for the defaults. `grammars` is a compiler that services
+        share. Without `sleep` the model always has an engine.
 
         Answers have the first name. Without a tokenizer the service is loading until `start`."""
         self.model, self.draft, self._config = model, draft, config or EngineConfig()
@@ -74,7 +72,8 @@ class Service:
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
-        self.grammars = GrammarCompiler()
+        self.grammars = grammars or GrammarCompiler()
+        self.sleep = sleep or ModelSleep(client)
         self.num_live = 0  # running requests
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -97,19 +96,40 @@ class Service:
         """Return the model, or the adapter with this name; None names the model.
 
         Raises the 404 for an unknown name, and the 503 while the service is loading."""
-        name = self.model if name is None or name in self._aliases else name
+        name = self._as_served(name)
+        name = self.model if name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
-            raise self._unknown(name, "model")
+            raise unknown_model(name, self.names())
         digest = "" if adapter is None else adapter.digest
-        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
+        return ServedModel(
+            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleep.is_allowed
+        )
 
-    def _unknown(self, name: str, param: str) -> ApiError:
-        names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
-        text = f"There is no model {shortened(name)!r} here; this server has {names}."
-        return ApiError(404, text, param=param, code="model_not_found")
+    def _as_served(self, name: str | None) -> str:
+        """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`."""
+        forms = [] if not name else [name, name.removesuffix(_LATEST), name + _LATEST]
+        names = self.names()
+        return next((form for form in forms if form in names), name or self.model)
+
+    def serves(self, name: str) -> bool:
+        """True if requests may have this name."""
+        return self._as_served(name) in self.names()
+
+    def computing(self, name: str | None) -> ServedModel:
+        """Return a model as `named` does, for prompts that engines compute.
+
+        Raises NeedsEngine if no engine has reported the model's facts so far."""
+        model = self.named(name)
+        if not model.info.fingerprint:
+            raise NeedsEngine(self.sleep.start_engine)
+        return model
+
+    def names(self) -> list[str]:
+        """Return the names that requests may have: of the model and its adapters."""
+        return [self.model, *self._aliases, *self._client.adapters.served()]
 
     def engines(self) -> list[str]:
         """Return the ids of the engines. A healthy server scaled to zero has none."""
@@ -141,12 +161,12 @@ class Service:
         """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
-        card_id = name if name in self._aliases else model.name
+        card_id = name if (name := self._as_served(name)) in self._aliases else model.name
         return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
     def model_cards(self) -> list[ModelCard]:
         """Return the objects of all names, the model's first."""
-        return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
+        return [self.model_card(name) for name in self.names()]
 
     async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
         """Load the adapter in a folder under this name; returns when all engines have it, or raises ApiError."""
@@ -158,48 +178,52 @@ class Service:
         try:
             await self._client.adapters.load(name, path)
         except EngineRefusal as e:
-            raise _refused(e) from e
+            raise refused(e) from e
         except CallboardError as e:
             raise ApiError(400, redacted(str(e)), param="lora_path", code="adapter_not_loaded") from e
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests with the adapter; returns when running ones have ended."""
         if name not in self._client.adapters.served():
-            raise self._unknown(name, "lora_name")
+            raise unknown_model(name, self.names(), "lora_name")
         await self._client.adapters.unload(name)
 
-    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+    def prepare(
+        self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
+    ) -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
 
-        `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
+        `request_id` becomes a part of the answer's id, which is random without one. A stream that is taken up has its
+        `answer_id` already. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
-        model = self.named(request.model)
+        model = self.computing(request.model) if request.computes else self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
-        prompts = endpoint.prompts(request, model)
+        prompts, limits = endpoint.limited_prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
-        _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
+        check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
-            _check_token_ids(prompts.path(at), prompt, model)
+            check_token_ids(prompts.path(at), prompt, model)
         budget = None if prompts.message_format is None else prompts.message_format.budget
         if (prompts.grammar or budget) and not model.info.eos_token_ids:
             field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         if request.routed_experts and model.info.routed_experts is None:
             raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
-        answer_id = endpoint.new_id(request_id)
+        answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
-        for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
+        for index, (prompt, most) in enumerate(zip(prompts.token_ids, limits, strict=True)):
             params = request.sampling_params(most, self._defaults, index)
             if budget is not None:
                 params = replace(params, thinking=budget)
+            if prompts.stop_token_ids:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
-                _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
-                _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
-                _check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
-                _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+                check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
+                check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+                check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
+                check_token_ids("stop_token_ids", params.stop_token_ids, model)
             requests += requests_of(
                 names,
                 prompt,
@@ -218,8 +242,10 @@ class Service:
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
+        if (keep_s := request.keep_s() if self.sleep.is_allowed else None) is not None:
+            ignored.remove("keep_alive")
         return PreparedRequest(
-            answer_id, owner, request, model, prompts, requests, stops, ignored, endpoint.keeps_aborted
+            answer_id, owner, request, model, prompts, requests, stops, ignored, keep_s, endpoint.keeps_aborted
         )
 
     async def run(
@@ -231,12 +257,16 @@ class Service:
         without engines, 504 for late engines, 500 for a failure."""
         context = context or RequestContext()
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
-        with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
+        with (
+            self._counted(),
+            self.sleep.kept(prepared.keep_s),
+            self.metrics.request(prepared.id, context, prepared.num_choices) as record,
+        ):
             if reason := self._client.health():
                 raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
                 prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
-            with _as_answers():
+            with as_answers():
                 if len(prepared.requests) == 1:
                     async with aclosing(self._choice(prepared, 0, record)) as choice:
                         async for delta in choice:
@@ -251,7 +281,7 @@ class Service:
         with self._counted(), self.metrics.request(answer_id, context, 1) as record:
             if reason := self._client.health():
                 raise unavailable(reason)
-            with _as_answers():
+            with as_answers():
                 if len(requests) == 1:
                     return [await self._pooled(requests[0], record)]
                 room = asyncio.Semaphore(_MOST_POOLED)
@@ -273,7 +303,7 @@ class Service:
                 async for output in outputs:
                     seen.note(output)
                     if output.finish_reason > FinishReason.LENGTH:
-                        raise _failure(output, None)
+                        raise failure(output, None)
                     if output.pooled is not None:
                         seen.reason = "stop"
                         self.metrics.delivered(seen)
@@ -337,16 +367,20 @@ class Service:
         Its end by `aclose`, a stop string or the last allowed call closes the engine's generator and so aborts the
         request."""
         request, echo = prepared.requests[index], prepared.echo(index)
-        form = prepared.prompts.message_format
+        form, ids = prepared.prompts.message_format, prepared.event_ids
+        form = form if ids is None else ids.message_format(form, index)
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
-            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+            generated = self._client.generate(request, seen.moved_to)
+            async with aclosing(generated if ids is None else by_token(generated)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT
                     if output.finish_reason > FinishReason.LENGTH and not keeps:
-                        raise _failure(output, prepared.prompts.grammar)
+                        raise failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
+                    if prepared.prompts.cut is not None:
+                        prepared.prompts.cut(delta)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
                     if delta.finish_reason is not None:
@@ -371,75 +405,6 @@ class Service:
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None:
-    largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
-    if largest >= size:
-        raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-
-
-def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
-    """Return the tokens of output within the context, from the request or the endpoint's default."""
-    asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
-    room = limit - prompt_len
-    if (1 if asked is None else asked) > room:
-        wanted = f"{asked} tokens of output" if asked else "at least one token of output"
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
-            f"and {wanted} must fit too; shorten {where}{f' or lower {endpoint.max_tokens_field}' if asked else ''}.",
-            param=where,
-            code="context_length_exceeded",
-        )
-    return min(room if default is None else default, room) if asked is None else asked
-
-
 def owned(request_id: str, owner: str) -> str:
     """Return the engine's id of a request, which contains its owner."""
     return f"{owner}/{request_id}" if owner else request_id
-
-
-def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, where: str) -> None:
-    """Raise the 400 if the choices or scores of these prompts are too much work for one request."""
-    n, top = request.n or 1, request.num_prompt_logprobs()
-    if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
-        what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
-        what += f" for {n} choices each" if n > 1 else ""
-        raise invalid("n" if n > 1 else where, f"needs {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
-    if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
-        raise invalid(
-            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-            f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
-            f"{_MAX_SCORES} in all are allowed",
-        )
-
-
-@contextmanager
-def _as_answers() -> Iterator[None]:
-    """Turn errors of engines into ApiError."""
-    try:
-        yield
-    except EngineRefusal as e:
-        raise _refused(e) from e
-    except ApiError:
-        raise
-    except ServerStopped as e:
-        raise unavailable(str(e)) from e
-    except CallboardError as e:
-        raise ApiError(500, str(e), code="engine_error") from e
-
-
-def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
-    """Return the error of a choice that ended early."""
-    if output.finish_reason is FinishReason.ABORT:
-        return ApiError(499, output.error or "This request was aborted by its id.", code="request_aborted")
-    if output.finish_reason is FinishReason.GRAMMAR:
-        return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
-    return ApiError(500, output.error, code="engine_error")
-
-
-def _refused(refusal: EngineRefusal) -> ApiError:
-    status, code, retry_after_s = _REFUSALS[refusal.reason]
-    return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -36,13 +38,33 @@ class Progress:
             sys.stderr.flush()
 
 
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Hide what a user types within the block. The next prompt shows it."""
+    try:
+        import termios
+
+        shown = termios.tcgetattr(sys.stdin)
+    except (ImportError, OSError, ValueError, termios.error):  # not a terminal
+        yield
+        return
+    hidden = [*shown]
+    hidden[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, shown)
+
+
 def load(config: EngineConfig) -> LLM:
     """Load a model into this process, and show the phases on a terminal."""
     progress = Progress(f"Loading {names_of(config.model)[0]}")
     progress.show("importing PyTorch")
     try:
-        from runtime.llm import LLM
+        with without_echo():
+            from runtime.llm import LLM
 
-        return LLM(on_phase=progress.show, **asdict(config))
+            return LLM(on_phase=progress.show, **asdict(config))
     finally:
         progress.end()

@@ -26,10 +26,9 @@ from runtime.spec.types import CallboardError
 from serve_app.processes.application_processes import (
     ROLES,
     Process,
-    connect,
     local_port,
     processes_of,
-    raylet_behind,
+    session_behind,
     the_application,
 )
 from serve_app.tools.token_client import Reading, Server, first_model
@@ -146,14 +145,12 @@ def chaos(url: str, plan: ChaosPlan) -> int:
     Raises CallboardError unless the URL belongs to an application of this user."""
     if not plan.kills and not sys.stdin.isatty():
         raise CallboardError("There is no terminal for keys; name the processes to kill: --kill engine,runner.")
-    raylet = raylet_behind(local_port(url))
-    connect(raylet)
-    application = the_application(plan.application)
+    session = session_behind(local_port(url))
+    application = the_application(plan.application, session)
 
     def find() -> list[Process]:
-        return processes_of(application, raylet.session)
+        return processes_of(session, application)
 
-    find()  # the first call is slow, so it comes before the streams
     return asyncio.run(_Chaos(url, plan, application, find).run())
 
 

@@ -25,6 +25,7 @@ from typing import Literal
 
 from runtime.loading.resolve import cache_folder
 from runtime.worker.cpu.cores import available_cores
+from serve_app.processes.application_processes import processes_of
 from serve_app.server.announcement import NETWORK_S, unreachable
 
 _GIB = 1 << 30
@@ -140,6 +141,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield from model_caches()
     yield from network()
     yield free_port(_PORT)
+    yield from processes()
     yield spans()
     if address is None:
         yield Finding("ok", "Ray cluster", "callboard serve starts its own; --address HOST:PORT checks another")
@@ -304,6 +306,14 @@ def free_port(port: int) -> Finding:
     except OSError as e:
         return Finding("warn", "port", f"{port}: {e.strerror}", "pass another --port, or stop its user.")
     return Finding("ok", "port", f"{port} is free")
+
+
+def processes() -> Iterator[Finding]:
+    """List the actors of this user's servers on this machine, with their logs."""
+    for process in processes_of(""):
+        what = " ".join(filter(None, (process.application, process.engine)))
+        rank = "" if process.rank is None else f" rank {process.rank}"
+        yield Finding("ok", process.role, f"{what}{rank}: process {process.pid}, {process.log}")
 
 
 def spans() -> Finding:

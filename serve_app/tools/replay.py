@@ -19,10 +19,10 @@ _PATHS = {
 }
 _ALL_PATHS = (
     *_PATHS.values(),
-    "/api/chat",
-    "/api/generate",
-)  # Ollama's answers do not contain their path, so their files must
+    *("/api/chat", "/api/generate", "/completion", "/infill"),
+)  # answers in the form of Ollama and llama.cpp do not contain their path, so their files must
 _DRAWN = ("choices", "output", "content", "message", "response")
+_LEFT_OUT = frozenset({"stream_options", "background", "request_id", "response_fields"})  # of a request
 _CHANCE = frozenset({"id", "call_id"})  # fields that differ in any two answers
 
 
@@ -113,9 +113,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return the equivalent request without a stream and without storage."""
-    same = {
-        name: value for name, value in request.items() if name not in ("stream_options", "background", "request_id")
-    }
+    same = {name: value for name, value in request.items() if name not in _LEFT_OUT}
     return same | {"stream": False} | ({"store": False} if path == "/v1/responses" else {})
 
 
@@ -141,5 +139,6 @@ def _difference(before: Any, after: Any, at: str) -> str | None:
 
 def _size(choices: Any, answer: dict[str, Any]) -> str:
     usage = answer.get("usage") or {}
-    num_tokens = usage.get("completion_tokens", usage.get("output_tokens", answer.get("eval_count")))
+    others = answer.get("eval_count", answer.get("tokens_predicted"))
+    num_tokens = usage.get("completion_tokens", usage.get("output_tokens", others))
     return f"{num_tokens} tokens in {len(choices)} parts"

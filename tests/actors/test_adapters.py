@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
 from runtime.features.adapter_table import AdapterTable
+from runtime.loading.sources.names import CLOUD_PACKAGES
 from runtime.spec.types import CallboardError
 from tests.support.engine.adapters import MODULES, check, pace, with_adapter
 from tests.support.engine.fake_runner import sequential
@@ -211,3 +213,23 @@ async def test_changed_files_end_only_their_own_requests(folders):
         assert good[:2] == sequential(asked[0], 512)
         assert "have changed" in bad[2].error
         assert live(engine) == 0
+
+
+async def test_new_runners_load_what_was_read_from_a_bucket(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(CLOUD_PACKAGES, "memory", "fsspec")
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    bucket = MemoryFileSystem()
+    bucket.put(f"{folders[0]}/*", "/bucket/sql/")
+    engine = Engine(lora=("a=memory://bucket/sql",), max_loras=2)
+    async with Group(engine) as group:
+        old = with_adapter(group, "a")
+        await check(asyncio.gather(read(group, old)), [old])
+        bucket.put(f"{folders[1]}/*", "/bucket/sql/")
+        engine.runners[-1].dead = "Rank 0 is gone."
+        again = with_adapter(group, "a", 1)
+        await check(asyncio.gather(read(group, again)), [again])
+        assert again.adapter == old.adapter
+        await group.adapters.load("b", "memory://bucket/sql")
+        assert with_adapter(group, "b").adapter != old.adapter

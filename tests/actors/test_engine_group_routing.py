@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -64,6 +65,23 @@ async def test_second_turns_go_to_the_engine_of_the_first():
         assert (other.num_expected, other.num_cached) == (0, 0)
         scored = await first_output(group, asking(conversation(0), prompt_logprobs=0))
         assert (scored.num_expected, scored.num_cached) == (0, 0)
+
+
+async def test_requests_of_a_session_go_to_one_engine():
+    engines = [Engine() for _ in range(3)]
+    async with Group(*engines) as group:
+        homes = set()
+        for session in "abcdef":
+            chosen = []
+            for i in range(4):  # one after another: a busy engine would be left
+                asked = replace(asking(conversation(i)), session=session, cache_salt=f"{session}{i}")
+                async for _ in group.generate(asked, chosen.append):
+                    pass
+                await eventually(lambda: all(is_pictured(group, e) for e in engines))
+                await eventually(lambda: not group._router._rows.any())
+            homes.add(tuple(set(chosen)))
+        assert {len(home) for home in homes} == {1}
+        assert len(homes) > 1
 
 
 @pytest.mark.parametrize(

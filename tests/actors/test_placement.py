@@ -42,6 +42,12 @@ def test_too_few_gpus_are_reported():
         uses_gpu(EngineConfig(device="cuda", tensor_parallel_size=2), [])
 
 
+def test_gpus_are_planned_while_only_the_head_exists():
+    head = [{"memory": 4e9, "node:10.0.0.1": 1.0}]  # `ray start --head --num-cpus=0`, as KubeRay builds applications
+    assert uses_gpu(EngineConfig(device="cuda", tensor_parallel_size=2), head)
+    assert not uses_gpu(EngineConfig(device="auto"), head)
+
+
 def test_each_rank_has_a_bundle_with_a_gpu_of_its_own():
     config = EngineConfig(draft="some/model", tensor_parallel_size=4)
     assert bundles(config, gpu=True)[1:] == [{"CPU": 1.0, "GPU": 1.0}] * 4

@@ -239,3 +239,60 @@ def test_policies_without_the_cache(policy):
     tell(router, "c", running=9)
     busy = [router.choose(prompt(1)).engine for _ in range(8)]
     assert ("c" in busy) == (policy == "round-robin")
+
+
+# ---- sessions --------------------------------------------------------------------------------------------------------
+
+
+def of_session(name, kind, length=41):
+    return Prompt(prompt(kind, length).token_ids, session=name)
+
+
+def test_a_session_keeps_its_engine_and_fronts_agree():
+    """Its prompts share no prefix that an engine holds: a title, a subagent, or a turn after an eviction."""
+    fronts = [router_of(*NAMES), router_of(*reversed(NAMES))]
+    homes = []
+    for session in range(200):
+        asked = [of_session(f"session {session}", 10 * session + i) for i in range(5)]
+        (home,) = {front.choose(each).engine for front in fronts for each in asked}
+        homes.append(home)
+    assert min(Counter(homes).values()) > 25
+    without = {fronts[0].choose(prompt(i)).engine for i in range(5)}
+    assert len(without) > 1
+
+
+def test_prefixes_and_load_come_before_a_session():
+    router = router_of(*NAMES)
+    asked = of_session("s", 1)
+    home = router.choose(asked).engine
+    other = next(name for name in NAMES if name != home)
+    tell(router, other, prompt(1))
+    assert router.choose(asked) == (other, 40)
+    tell(router, other)
+    tell(router, home, running=1, queued=100)
+    assert router.choose(asked).engine != home
+    tell(router, home)
+    assert router.choose(asked).engine == home
+
+
+def test_sessions_visit_fewer_engines_than_prefixes_do():
+    """A simulation: 50 sessions, compacted after each second turn, on two fronts and engines that keep 4 prompts."""
+    rng = random.Random(0)
+
+    def num_engines(named):
+        fronts, last, visits = [router_of(*NAMES) for _ in range(2)], {name: [] for name in NAMES}, {}
+        turns = [session for session in range(50) for _ in range(6)]
+        rng.shuffle(turns)
+        for turn, session in enumerate(turns):
+            num_before = len(visits.setdefault(session, []))
+            token_ids = prompt(10 * session + num_before // 2, 41 + 8 * num_before).token_ids
+            asked = Prompt(token_ids, session=f"s{session}" if named else "")
+            engine = fronts[turn % 2].choose(asked).engine
+            visits[session].append(engine)
+            last[engine] = [*last[engine], asked][-4:]
+            for front in fronts:
+                tell(front, engine, *last[engine])
+        return sum(len(set(engines)) for engines in visits.values())
+
+    assert num_engines(True) == 50
+    assert num_engines(False) > 100

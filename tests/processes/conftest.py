@@ -1,11 +1,12 @@
 """Ray and Serve: one for all tests of a session, or one of the test's own. No other folder's tests start them."""
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from runtime.loading.resolve import cache_folder
 from serve_app.server.ray_start import WORKERS_MODULES, init_ray
 from tests.conftest import RAY_FOLDER
 from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.processes.serve_command import STOP_S, Server
 from tests.support.processes.server import PROMPTS, sampling
 
 # If a shell runs the tests in the background, or by nohup, they and all their children ignore a signal. Handlers are
@@ -78,3 +80,24 @@ def answers(tiny_path) -> list[list[int]]:
     """The answers, computed in this process."""
     llm = LLM(str(tiny_path), deterministic=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
     return [answer.token_ids for answer in llm.generate(PROMPTS, [sampling(i, seed=i) for i in range(len(PROMPTS))])]
+
+
+@pytest.fixture
+def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:
+    """Start a `callboard serve` of a tiny model or, with `words`, of others."""
+    started = []
+    clean = {name: value for name, value in private_ray.items() if not name.startswith("RAY_AUTH_")}
+
+    def begin(*flags: str, words: Sequence[str] = (), **environment: str) -> Server:
+        folder = tmp_path / f"server{len(started)}"
+        folder.mkdir()
+        own = words or [str(write_tiny_gguf()), "--served-model-name", "tiny"]
+        started.append(Server([*own, *flags], folder, clean | environment))
+        return started[-1]
+
+    yield begin
+    with contextlib.ExitStack() as stack:  # all of it happens, even after a failure
+        for server in started:
+            stack.callback(shutil.rmtree, server.temporary)
+            stack.callback(server.process.wait, STOP_S)
+            stack.callback(server.process.terminate)

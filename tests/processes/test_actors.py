@@ -4,12 +4,14 @@ import asyncio
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import ray
 
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
+from serve_app.processes.application_processes import processes_of
 from tests.support.processes.server import NUM_TOKENS, Server, wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -20,6 +22,10 @@ async def test_killed_runner_and_engine_change_no_token(tiny_path, undisturbed):
     tokenizer = Tokenizer.load(tiny_path)
     assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
     async with Server("kill", tiny_path) as server:
+        titled = [process for process in processes_of("") if process.application == "kill"]
+        assert [(p.role, p.engine, p.rank) for p in titled] == [("engine", "kill", None), ("runner", "kill", 0)]
+        assert [p.pid for p in titled] == [(await server.engine().stats.remote())["pid"], await server.runner_pid()]
+        assert all(f"-{p.pid}.err" in p.log and Path(p.log).exists() for p in titled)
         for victim in ("runner", "engine"):
             if victim == "runner":
                 pid = await server.runner_pid()

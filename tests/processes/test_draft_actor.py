@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from serve_app.processes.application_processes import processes_of
 from tests.support.processes.server import Server, wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -49,6 +50,8 @@ async def test_two_engines_share_a_draft(tiny_path):
     config = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
     async with Server("shared/0", tiny_path, **config) as a, Server("shared/1", tiny_path, **config) as b:
         assert await a.draft_pid() == await b.draft_pid()
+        (draft,) = [p for p in processes_of("", "shared") if p.role == "draft"]
+        assert (draft.engine, draft.pid) == ("shared", await a.draft_pid())
         expected, end = None, time.monotonic() + 120
         while True:  # six processes on a machine with two cores: the number of timely guesses varies
             first, second = await asyncio.gather(a.generate(), b.generate())

@@ -1,7 +1,10 @@
 """The fault matrix, once: two engines and two fronts lose processes while their streams are read; and the command that
 shows it. `python -m benchmarks.faults` does the rest of the matrix, with the step times of a large model."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import pytest
 from benchmarks.faults.cell import NUM_TOKENS, Answers
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.fault_cells import NUM_STREAMS, check_cell, deployed, has_ended
+from tests.support.processes.resumed_stream import MAX_TOKENS, ResumedStream
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +74,27 @@ def test_a_client_kills_processes_and_its_stream_goes_on(application):
             while not has_ended(killed["pid"]):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+
+
+async def test_streams_of_a_killed_front_are_taken_up(application):
+    """Clients send their requests again with the id of the last event, and miss no token of the first answer."""
+    streams = [ResumedStream(application.url, i) for i in range(NUM_STREAMS)]
+    pid = next(pid for role, _, pid in application.application.processes() if role == "front")
+    tasks = [asyncio.create_task(stream.read()) for stream in streams]
+    async with asyncio.timeout(300):
+        while min(len(stream.token_ids) for stream in streams) < 20:
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+        assert sum(stream.num_cuts for stream in streams) > 0
+        async with httpx.AsyncClient(base_url=application.url, timeout=100) as client:
+            for stream in streams:
+                whole = (await client.post("/v1/completions", json=stream.body | {"seed": stream.seed})).json()
+                (choice,) = whole["choices"]
+                assert (choice["text"], choice["token_ids"]) == (stream.text, stream.token_ids)
+                assert len(stream.token_ids) == MAX_TOKENS
+        while application.application.strength():
+            await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

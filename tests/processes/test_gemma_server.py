@@ -11,7 +11,7 @@ from tests.support.processes.ready import wait_for_model
 def test_gemma3_writes_a_story_over_http(gemma3_path, serve_url):
     from ray import serve
 
-    from serve_app.app import AppArgs, build_app
+    from callboard.app import AppArgs, build_app
 
     settings = {"num_threads": 1, "kv_cache_memory": 0.1, "max_model_len": 512, "num_fronts": 1}
     serve.run(build_app(AppArgs(model=str(gemma3_path), **settings)), name="callboard")

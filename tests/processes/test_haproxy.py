@@ -177,7 +177,9 @@ def test_only_what_generates_or_computes_is_repeatable(tmp_path: Path):
     app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL), HttpSettings(batch_folder=str(tmp_path)))
     posts = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
     generate = {endpoint.path for endpoint in ENDPOINTS} | {path for each in POOLED_ENDPOINTS for path in each.paths}
-    compute = {"/v1/messages/count_tokens", "/v1/responses", "/api/show", "/tokenize", "/detokenize", "/check_grammar"}
+    compute = {"/v1/messages/count_tokens", "/v1/responses", "/v1/responses/input_tokens", "/api/show"}
+    compute |= {"/tokenize", "/detokenize", "/apply-template", "/check_grammar"}
+    compute |= {"/embedding", "/embeddings", "/api/embed", "/api/embeddings"}
     assert {path for path in posts if path.endswith(REPEATABLE)} == generate | compute
 
 

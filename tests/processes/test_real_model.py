@@ -55,7 +55,7 @@ metric_list: [{metric: word_perplexity}]
 def url(serve_url):
     from ray import serve
 
-    from serve_app.app import AppArgs, build_app
+    from callboard.app import AppArgs, build_app
 
     args = AppArgs(
         served_model_name=MODEL,

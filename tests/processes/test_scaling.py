@@ -31,7 +31,7 @@ def deploy(model: Path) -> None:
         "num_threads": 1,
         "max_num_seqs": ROWS,
     }
-    scaling = {"min_replicas": 0, "max_replicas": 2, "scale_in_delay_s": 1.0, "scale_to_zero_s": 2.0}
+    scaling = {"max_replicas": 2, "scale_in_delay_s": 1.0, "idle_sleep": "2s"}
     args = {"served_model_name": MODEL, "num_fronts": 1, "max_num_seqs": ROWS, **engine, **scaling}
     application = {"name": "callboard", "import_path": "serve_app.app:build_app", "args": args}
     _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))

@@ -36,7 +36,7 @@ def url(serve_url, tiny_path):
     import ray
     from ray import serve
 
-    from serve_app.app import AppArgs, build_app
+    from callboard.app import AppArgs, build_app
 
     args = AppArgs(
         model=str(tiny_path),

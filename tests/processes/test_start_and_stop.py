@@ -4,8 +4,6 @@ processes it leaves. Real processes with a tiny model."""
 import contextlib
 import os
 import re
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,99 +11,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from actors.ray.environment import quiet_port
 from tests.support.processes.gate import GATE, HOOK
-from tests.support.processes.inspection import listening_ports, processes_with
+from tests.support.processes.inspection import listening_ports
+from tests.support.processes.serve_command import START_S, STOP_S, Server
 
 ROOT = Path(__file__).parents[2]
-
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
-START_S = 600  # on a machine that does much else besides
-STOP_S = 60
-
-
-def short_directory() -> Path:
-    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server/serve.py`)."""
-    while True:
-        path = Path("/tmp", secrets.token_urlsafe(2))
-        with contextlib.suppress(FileExistsError):  # one of 262,144 names; an earlier run may have left it
-            path.mkdir()
-            return path
-
-
-class Server:
-    """A `callboard serve` with its output in a file. All of its processes have a mark in their environment."""
-
-    def __init__(self, model: Path, folder: Path, environment: dict[str, str], *flags: str) -> None:
-        self.port = quiet_port()
-        self._output = folder / "output"
-        self.temporary = short_directory()
-        self.mark = f"CALLBOARD_TEST={folder}"
-        name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
-        flags = ("--port", str(self.port), "--num-threads", "1", *flags)
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *flags], stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
-                env=environment | {name: value, "TMPDIR": str(self.temporary)},
-            )  # fmt: skip
-
-    def output(self) -> list[str]:
-        return self._output.read_text().splitlines()
-
-    def wait_for(self, text: str) -> None:
-        """Until a line of the output has `text`."""
-        end = time.monotonic() + START_S
-        while not any(text in line for line in self.output()):
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < end, self.output()
-            time.sleep(0.02)
-
-    def wait(self, timeout_s: float) -> int:
-        """Its exit code, once it has ended and left no process."""
-        code = self.process.wait(timeout_s)
-        assert processes_with(self.mark) == []
-        assert list(self.temporary.iterdir()) == []
-        return code
-
-    def pids(self) -> Iterator[int]:
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.mark.encode() in path.read_bytes():
-                    yield int(path.parent.name)
-            except OSError:
-                continue
-
-    def pid_of(self, name: str) -> int:
-        """The process with `name` in its command line."""
-        (found,) = (pid for pid in self.pids() if name in Path(f"/proc/{pid}/cmdline").read_text())
-        return found
-
-
-@pytest.fixture
-def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:
-    started = []
-    clean = {name: value for name, value in private_ray.items() if not name.startswith("RAY_AUTH_")}
-
-    def begin(*flags: str, **environment: str) -> Server:
-        folder = tmp_path / f"server{len(started)}"
-        folder.mkdir()
-        started.append(Server(write_tiny_gguf(), folder, clean | environment, *flags))
-        return started[-1]
-
-    yield begin
-    with contextlib.ExitStack() as stack:  # all of it happens, even after a failure
-        for server in started:
-            stack.callback(shutil.rmtree, server.temporary)
-            stack.callback(server.process.wait, STOP_S)
-            stack.callback(server.process.terminate)
 
 
 class Watch(threading.Thread):
@@ -143,7 +60,7 @@ def test_a_server_from_start_to_stop(start):
     server.wait_for("curl -N")
     ports = {port for pid in server.pids() for port in listening_ports(pid)}
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
-    engine = server.pid_of("ray::EngineActor")
+    engine = server.pid_of("ray::Callboard:callboard:engine")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
     os.kill(server.pid_of("actors.ray.fork_server\0serve"), signal.SIGKILL)  # all of its forks exist already
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
@@ -202,7 +119,7 @@ def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
     server stops."""
     gate = tmp_path / "gate"
     gate.touch()
-    scaling = "--min-replicas", "0", "--max-replicas", "1", "--scale-to-zero-s", "0.5", "--drain-timeout-s", "100"
+    scaling = "--idle-sleep", "500ms", "--drain-timeout-s", "100"
     server = start(*scaling, **{GATE: str(gate), "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": HOOK})
     server.wait_for("curl -N")
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=100) as client, ThreadPoolExecutor() as pool:
@@ -213,7 +130,9 @@ def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
         gate.unlink()
         body = {"model": "tiny", "prompt": "a", "stream": True}
         answer = pool.submit(client.post, "/v1/completions", json=body)
-        while not any("ray::ModelRunner" in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()):
+        while not any(
+            "ray::Callboard:callboard:runner" in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)

@@ -20,6 +20,7 @@ from actors.wire.engine_client import WeightsRefused
 from runtime.llm import LLM
 from runtime.spec.types import Request, SamplingParams
 from runtime.updates.parts import FilesPart, TensorInfo
+from serve_app.processes.application_processes import processes_of
 from tests.support.models.divisible_model import write_divisible_model
 from tests.support.processes.fault_cells import has_ended
 from tests.support.processes.server import Server
@@ -160,8 +161,8 @@ class Trained:
 
     async def kill(self, role, rank=0):
         """Returns when the process has ended."""
-        found = await self.server.engine().processes.remote()
-        pid = [pid for name, _, pid in found if name == role][rank]
+        found = processes_of("", self.server.name)
+        pid = [process.pid for process in found if process.role == role][rank]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: has_ended(pid))
 

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.library.make_adapter import save_adapter
+from callboard.app import AppArgs, build_app
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 from serve_app import cli
-from serve_app.app import AppArgs, build_app
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
@@ -156,8 +156,8 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     monkeypatch.setattr("serve_app.server.serve.serve", asked.append)
     here = Path.cwd()
     assert cli.main(["serve", "m", "--lora", "a=x", "--lora", "b=/y", "--lora-folder", "z"]) == 0
-    assert asked[0].config.adapters == {"a": f"{here}/x", "b": "/y"}  # actors have another working directory
-    assert (asked[0].config.max_loras, asked[0].http.lora_folder) == (2, f"{here}/z")
+    assert asked[0].models[0].config.adapters == {"a": f"{here}/x", "b": "/y"}  # actors have another working directory
+    assert (asked[0].models[0].config.max_loras, asked[0].http.lora_folder) == (2, f"{here}/z")
     for argv, says in (
         (["--lora", "x"], "it must be NAME=FOLDER"),
         (["--lora", "a\nb=x"], "at most 256 printable characters in NAME"),

@@ -8,18 +8,23 @@ import pytest
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.server.announcement import NextStep, announcement
+from serve_app.settings import ModelSettings, ScalingSettings
 
 URL = "http://127.0.0.1:8000"
 
 
+def models(*given):
+    return ModelSettings.of_all([(config, names, ScalingSettings()) for config, names in given])
+
+
 def test_the_announcement_names_page_api_and_stop():
-    first, second, _ = announcement(EngineConfig(), (), URL)
+    first, second, _ = announcement(models((EngineConfig(), ())), URL)
     assert first == f"Callboard serves HuggingFaceTB/SmolLM2-135M-Instruct at {URL}/v1"
     assert second == f"Chat: {URL}/   API: {URL}/v1   Ctrl-C stops"
 
 
 def test_the_curl_command_is_greedy_and_names_the_model():
-    *_, curl = announcement(EngineConfig("some/model"), ("a", "b"), URL)
+    *_, curl = announcement(models((EngineConfig("some/model"), ("a", "b"))), URL)
     command = shlex.split(curl)
     body = json.loads(command[command.index("-d") + 1])
     assert (body["model"], body["temperature"], body["stream"]) == ("a", 0, True)
@@ -27,8 +32,13 @@ def test_the_curl_command_is_greedy_and_names_the_model():
 
 
 def test_the_draft_and_the_adapters_are_named():
-    first, *_ = announcement(EngineConfig("m", draft="ngram", lora=("x=/x", "y=/y")), (), URL)
+    first, *_ = announcement(models((EngineConfig("m", draft="ngram", lora=("x=/x", "y=/y")), ())), URL)
     assert first == f"Callboard serves m (draft: ngram) with the adapters x, y at {URL}/v1"
+
+
+def test_several_models_are_named():
+    first, *_ = announcement(models((EngineConfig("m"), ()), (EngineConfig("n"), ("x", "y"))), URL)
+    assert first == f"Callboard serves m, x at {URL}/v1"
 
 
 @pytest.mark.parametrize(

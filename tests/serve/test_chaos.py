@@ -18,7 +18,14 @@ import pytest
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.processes import application_processes as processes
-from serve_app.processes.application_processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.processes.application_processes import (
+    Process,
+    listeners,
+    local_port,
+    processes_of,
+    session_behind,
+    the_application,
+)
 from serve_app.tools import chaos
 from serve_app.tools.token_client import Reading, Server
 
@@ -66,12 +73,12 @@ def test_the_ray_behind_a_port_is_the_nearest(monkeypatch, listener: int, raylet
     monkeypatch.setattr(processes, "listeners", lambda _: [listener])
     monkeypatch.setattr(processes, "_own_processes", lambda: iter(pids))
     monkeypatch.setattr(processes, "_program", lambda pid: "raylet" if pid in raylets else "python")
-    monkeypatch.setattr(Raylet, "of", lambda pid: pid)
+    monkeypatch.setattr(processes, "_session_of", lambda pid: pid)
     if found is not None:
-        assert raylet_behind(8000) == found
+        assert session_behind(8000) == found
         return
     with pytest.raises(CallboardError, match="is not Ray Serve's on this machine"):
-        raylet_behind(8000)
+        session_behind(8000)
 
 
 class Actor:
@@ -85,14 +92,15 @@ class Actor:
             time.sleep(0.001)
 
     def as_process(self, session: Path, role: str = "engine") -> Process:
-        return Process(role, "e1", self.process.pid, "app", str(session))
+        engine, rank = {"engine": ("e1", None), "runner": ("e1", 0)}.get(role, ("", None))
+        return Process(role, engine, self.process.pid, "app", str(session), rank)
 
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Iterator:
     started = []
 
-    def start(title: str = "ray::EngineActor", log: str = "logs/worker.out") -> Actor:
+    def start(title: str = "ray::Callboard:app:engine:e1", log: str = "logs/worker.out") -> Actor:
         started.append(Actor(title, tmp_path, log))
         return started[-1]
 
@@ -105,8 +113,8 @@ def actor(tmp_path: Path) -> Iterator:
 @pytest.mark.parametrize(
     ("title", "role"),
     [
-        ("ray::EngineActor", "engine"),
-        ("ray::ModelRunnerActor.load", "runner"),
+        ("ray::Callboard:app:engine:e1", "engine"),
+        ("ray::Callboard:app:runner:e1:0.load", "runner"),
         ("ray::ServeReplica:app:Front", "front"),
         ("ray::ServeReplica:app:Engine", "supervisor"),
     ],
@@ -119,12 +127,34 @@ def test_an_actor_gets_the_signal(actor, tmp_path: Path, title: str, role: str):
         found.as_process(tmp_path, role).send(signal.SIGKILL)
 
 
+def test_titles_name_application_engine_and_rank(actor, tmp_path: Path):
+    titles = (
+        "ray::Callboard:app:runner:e1:12.load",
+        "ray::Callboard:a b:c:draft:shared",
+        "ray::ServeReplica:a b:c:Front",
+    )
+    pids = [actor(title, f"logs/w{i}.out").process.pid for i, title in enumerate((*titles, "ray::IDLE"))]
+    session, logs = str(tmp_path), tmp_path / "logs"
+    assert processes_of(session) == [
+        Process("draft", "shared", pids[1], "a b:c", session, None, f"{logs}/w1.err"),
+        Process("front", "", pids[2], "a b:c", session),
+        Process("runner", "e1", pids[0], "app", session, 12, f"{logs}/w0.err"),
+    ]
+    assert [process.pid for process in processes_of(session, "app")] == [pids[0]]
+    with pytest.raises(CallboardError, match="running: none"):
+        the_application(None, session)
+    actor("ray::Callboard:app:engine:e1")
+    assert the_application(None, session) == "app"
+
+
 @pytest.mark.parametrize(
     ("title", "log", "role"),
     [
         ("sleep", "logs/worker.out", "engine"),  # no actor
-        ("ray::EngineActor", "worker.out", "engine"),  # of another Ray, or of none
-        ("ray::EngineActorOfSomebody", "logs/worker.out", "engine"),
+        ("ray::Callboard:app:engine:e1", "worker.out", "engine"),  # of another Ray, or of none
+        ("ray::EngineActor", "logs/worker.out", "engine"),
+        ("ray::Callboard:app:engine:e12", "logs/worker.out", "engine"),  # another engine
+        ("ray::Callboard:app:runner:e1:1", "logs/worker.out", "runner"),  # another rank
         ("ray::ServeReplica:app:Front", "logs/worker.out", "engine"),  # another role
         ("ray::ServeReplica:other:Front", "logs/worker.out", "front"),  # another application
     ],

@@ -17,6 +17,7 @@ from serve_app.command_line import gpu
 from serve_app.command_line.flags import client_key, engine_config, http_settings
 from serve_app.command_line.subjects import SUBJECTS
 from serve_app.commands import chat, generate, inspect, serve
+from serve_app.server.server_settings import ServerSettings
 from serve_app.settings import HttpSettings, ScalingSettings
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
@@ -63,6 +64,20 @@ def test_examples_of_the_help_are_accepted(command: str):
         assert cli.parser().parse_args(words[1:]).run is WITH_SHORT_HELP[command].run
 
 
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "inspect", "pull"])
+def test_the_default_model_has_its_name(command: str, capsys: pytest.CaptureFixture):
+    text = " ".join(shown(capsys, command, "--help")[1].split())
+    assert "default: SmolLM2-135M-Instruct" in text
+    assert "(default: pypi:" not in text
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture):
+    assert cli.main([]) == 0
+    alone = capsys.readouterr().out
+    assert alone == shown(capsys, "--help")[1]
+    assert "models" in alone
+
+
 def test_every_flag_of_serve_has_a_subject(capsys):
     named = [name for subject in SUBJECTS.values() for name in subject.names]
     settings = {f.name for each in (EngineConfig, HttpSettings, ScalingSettings) for f in fields(each)}
@@ -99,10 +114,14 @@ def test_help_of_a_subject_or_a_part_of_a_name(capsys):
         ("serve --dtype bf16", "--dtype: 'bf16' is not a choice; did you mean bfloat16? It can be auto"),
         ("serve --block-size x", "--block-size: 'x' must be a whole number"),
         ("serve --step-timeout-s x", "--step-timeout-s: 'x' must be a number"),
-        ("serve a b", "'b' is one argument too many"),
+        ("chat a b", "'b' is one argument too many"),
         ("chat --temprature 1", "did you mean --temperature?"),
         ("srve", "there is no command 'srve'; did you mean serve?"),
-        ("run tiny", "there is no command 'run'; did you mean chat?"),
+        ("run tiny", "there is no command 'run'; did you mean chat or serve?"),
+        ("list", "there is no command 'list'; did you mean ls?"),
+        ("stop", "there is no command 'stop'; Ctrl-C in the terminal of `callboard serve` ends a server."),
+        ("ps", "there is no command 'ps'; `callboard serve` runs in a terminal, and GET /api/ps"),
+        ("create x", "there is no command 'create'; a model is a name, a folder or a file"),
         ("help", "there is no command 'help'; did you mean --help?"),
         ("zzz", "there is no command 'zzz'; there are serve, chat"),
     ],
@@ -132,8 +151,8 @@ def test_several_names_leave_the_model_its_place(argv: str, model: str | None, n
     served = []
     monkeypatch.setattr("serve_app.server.serve.serve", served.append)
     assert cli.main(["serve", *argv.split()]) == 0
-    assert served[0].config == (EngineConfig() if model is None else EngineConfig(model))
-    assert served[0].served_model_names == tuple(names)
+    assert served[0].models[0].config == (EngineConfig() if model is None else EngineConfig(model))
+    assert served[0].models[0].names == tuple(names)
 
 
 def test_a_model_among_the_names_is_refused(capsys):
@@ -142,7 +161,7 @@ def test_a_model_among_the_names_is_refused(capsys):
 
 
 def test_the_application_takes_several_names():
-    from serve_app.app import AppArgs
+    from serve_app.app_args import AppArgs
 
     assert AppArgs().served_model_name == AppArgs(served_model_name=None).served_model_name == ()
     assert AppArgs(served_model_name="a").served_model_name == ("a",)
@@ -249,9 +268,47 @@ def test_a_file_of_flags_stands_below_the_command_line(name: str, text: str, tmp
     assert engine_config(args).max_model_len == 512
 
 
+SEVERAL = """
+port: 8001
+max_model_len: 512
+idle_sleep: 10m
+models:
+  - model: some/model
+    served_model_name: [a, b]
+  - {model: other, max_model_len: 1024, quantization: none, idle_sleep: 90}
+"""
+
+
+def test_a_file_of_flags_may_have_several_models(tmp_path: Path, monkeypatch):
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
+    (tmp_path / "flags.yaml").write_text(SEVERAL)
+    argv = ["serve", "--config", str(tmp_path / "flags.yaml")]
+    assert cli.main(argv) == 0
+    first, second = served[0].models
+    assert (first.config, first.names) == (EngineConfig("some/model", max_model_len=512), ("a", "b"))
+    assert second.config == EngineConfig("other", max_model_len=1024, quantization="none")
+    assert (second.names, served[0].port) == (("other",), 8001)
+    assert (first.scaling.idle_sleep, second.scaling.idle_sleep) == (600, 90)
+    assert cli.main([*argv, "--max-model-len", "64"]) == 0
+    assert [model.config.max_model_len for model in served[1].models] == [64, 64]
+    assert cli.main([*argv, "one", "two"]) == 2
+
+
+def test_several_models_share_the_flags(monkeypatch):
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
+    for argv in (["m", "n", "--idle-sleep", "30s"], ["--idle-sleep", "30s", "m", "n"]):
+        assert cli.main(["serve", *argv]) == 0
+        assert [(m.names, m.scaling.idle_sleep) for m in served[-1].models] == [(("m",), 30), (("n",), 30)]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("models: [{model: m, port: 1}]", "has 'port', which is not a flag of one model"),
+        ("models: m", "has models, which must be a list; each entry has a model and its flags"),
+        ("idle_sleep: soon", "'soon' is not a duration; write seconds or units, such as 30s, 10m or 1h30m"),
         ("max_model_lenn: 5", "has 'max_model_lenn', which is not a flag; did you mean max-model-len?"),
         ("help: all", "has 'help', which is not a flag"),
         ("port: 0", "--port: '0' is not a port; it must be between 1 and 65535, in "),
@@ -341,6 +398,35 @@ def test_a_gpu_is_missing_only_for_a_reason(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(gpu, "_torch_has_no_cuda", lambda: True)
     assert gpu.missing_gpu() == "torch is built without CUDA"
+
+
+_SIGNAL_AT_AN_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["SIGNAL_AT"]:
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("module", ["callboard.__main__", "serve_app.cli", "runtime.spec", "argparse"])
+@pytest.mark.parametrize("is_script", [True, False])
+def test_ctrl_c_at_any_import_is_one_line(module: str, is_script: bool, tmp_path: Path):
+    """A finder sends the signal when the command, in a process of its own, imports the module."""
+    (tmp_path / "sitecustomize.py").write_text(_SIGNAL_AT_AN_IMPORT)
+    script = tmp_path / "callboard"  # as installers write it
+    script.write_text("import sys\nfrom callboard.__main__ import main\nsys.exit(main())\n")
+    command = [str(script)] if is_script else ["-m", "callboard"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "serve_app" / "public")])
+    env = os.environ | {"SIGNAL_AT": module, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *command, "models"], capture_output=True, text=True, env=env, timeout=600)
+    assert (done.stdout, done.stderr) == ("", "callboard: interrupted\n")
+    assert done.returncode in (1, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("module", ["argparse", "typing", "difflib"])

@@ -24,6 +24,7 @@ def client_of_service(service: Service) -> httpx.AsyncClient:
 def test_clients_get_the_hub_id_of_the_default_model():
     assert names_of(DEFAULT_MODEL)[0] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert names_of("some/model") == ("some/model",)
+    assert names_of("/a/folder/small.gguf") == ("/a/folder/small.gguf", "small")
 
 
 async def test_every_name_of_the_default_model_is_accepted():

@@ -8,6 +8,7 @@ import pytest
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS, MessagesRequest
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.llama_cpp.request import LlamaCompletionRequest
 from serve_app.apis.ollama.request import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from serve_app.apis.responses.request import ResponsesRequest
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
@@ -16,7 +17,13 @@ from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, cl
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-MESSAGES, COUNT, OLLAMA, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate"
+MESSAGES, COUNT, OLLAMA, GENERATE, LLAMA = (
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/generate",
+    "/completion",
+)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI},
     COMPLETIONS: {"prompt": "hi"},
@@ -25,6 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COUNT: {"messages": HI},
     OLLAMA: {"model": MODEL, "messages": HI, "stream": False},
     GENERATE: {"model": MODEL, "prompt": "hi", "stream": False},
+    LLAMA: {"prompt": "hi"},
 }
 SHARED = set(ChatRequest.model_fields) - FIELDS_OF_CHATS
 OPTIONS = {f"options.{name}" for name in OllamaOptions.model_fields}
@@ -35,6 +43,7 @@ FIELDS = {
     MESSAGES: {*MessagesRequest.model_fields, *SHARED},
     OLLAMA: {*OllamaChatRequest.model_fields, *OPTIONS, *SHARED, "tool_calls"} - OllamaChatRequest.unknown_fields,
     GENERATE: {*OllamaGenerateRequest.model_fields, *OPTIONS, *SHARED} - OllamaGenerateRequest.unknown_fields,
+    LLAMA: {*LlamaCompletionRequest.model_fields, *CompletionRequest.model_fields},
 }
 KINDS = ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest
 WORDS = {name for kind in KINDS for name in kind.model_fields} | UNSUPPORTED_FIELDS.keys() | OPTIONS
@@ -101,6 +110,10 @@ async def test_remedies_name_fields_of_the_called_api(path: str):
         (RESPONSES, {"tools": [{"type": "x", "name": "f", "parameters": {}}]}, "of the type function or custom"),
         (RESPONSES, {"min_tokens": 1, "text": {"format": {"type": "json_object"}}}, "combined with text.format,"),
         (OLLAMA, {"min_tokens": 1, "format": "json"}, "combined with format,"),
+        (LLAMA, {"max_new_tokens": 3}, "send n_predict"),
+        (LLAMA, {"top_n_tokens": 3}, "send n_probs"),
+        (LLAMA, {"n": 0}, "n_cmpl is 0"),
+        (LLAMA, {"guided_json": {}}, "send structured_outputs.json"),
         (COMPLETIONS, {"messages": HI}, "send it to /v1/chat/completions"),
     ],
 )

@@ -35,7 +35,7 @@ from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.http.chats import CALL, QWEN
-from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import GAP_MARKS, FakeEngine, byte_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "http.md", *sorted((DOCS / "apis").glob("*.md"))]
@@ -81,7 +81,9 @@ class Front:
             batch_folder=str(folder / "batches"), lora_folder=str(folder), weight_folder=str(folder)
         )
         self.batches = Batches(settings)
-        self.app = build_http_app(Service(engine, byte_tokenizer(QWEN), MODEL), settings, batches=self.batches)
+        self.app = build_http_app(
+            Service(engine, byte_tokenizer(QWEN, GAP_MARKS), MODEL), settings, batches=self.batches
+        )
         self.batches.start()
 
     def run(self, work: Any) -> Any:
@@ -174,8 +176,9 @@ def check_shown(shown: Any, answer: Any, where: str = "answer") -> None:
 
 
 def events_of(text: str) -> Iterator[Any]:
-    """The events of a stream: names, JSON objects, and [DONE]."""
+    """The events of a stream: names, JSON objects, and [DONE]. An id is one event, whatever it is."""
     for line in filter(None, text.splitlines()):
+        line = "id: any" if line.startswith("id: ") else line
         kind, _, rest = line.partition(": ") if line.startswith(("data", "event")) else ("", "", line)
         yield json.loads(rest) if rest.startswith("{") else (kind, rest)
 

@@ -380,8 +380,8 @@ def test_tokenize_and_detokenize(url):
     of_chat = http.post(f"{url}/tokenize", json=chat()).json()
     assert bytes(of_chat["tokens"]) == b"<user>hi<assistant>"
     assert of_chat["token_strs"] is None
-    assert http.post(f"{url}/detokenize", json={"tokens": text["tokens"]}).json() == {"prompt": "hé"}
-    assert http.post(f"{url}/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert http.post(f"{url}/detokenize", json={"tokens": text["tokens"]}).json()["prompt"] == "hé"
+    assert http.post(f"{url}/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
     assert_error(http.post(f"{url}/detokenize", json={"tokens": [999]}), 400, None, "token id 999")
     assert_error(http.post(f"{url}/detokenize", json={"tokens": [-1]}), 400, None, "tokens.0 is -1")
     assert_error(http.post(f"{url}/detokenize", json={"tokens": ["a"]}), 400, None, 'tokens.0 is "a"')

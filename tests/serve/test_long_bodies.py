@@ -71,7 +71,7 @@ async def test_too_many_values(field: str, value: object):
 
 async def test_a_list_to_detokenize_is_read_in_pieces():
     body = {"tokens": [ord("a")] * 100_000}
-    assert (await post(FakeEngine(), body, "/detokenize")).json() == {"prompt": "a" * 100_000}
+    assert (await post(FakeEngine(), body, "/detokenize")).json()["prompt"] == "a" * 100_000
 
 
 async def test_arguments_with_half_a_character_stay_text():
@@ -132,7 +132,7 @@ async def test_a_request_with_too_much_work_is_refused(fields: dict, param: str,
 
 @pytest.mark.parametrize(("n", "status"), [(3, 200), (4, 400)])
 async def test_predictions_count_for_each_choice(n: int, status: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serve_app.service.service.MAX_PROMPT_TOKENS", 400)
+    monkeypatch.setattr("serve_app.service.checks.MAX_PROMPT_TOKENS", 400)
     engine = FakeEngine()
     fields = {"max_tokens": 1, "n": n, "prediction": {"type": "content", "content": "a" * 100}}
     async with client_of(engine, draft="ngram") as client:

@@ -287,7 +287,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"extra_body": {"temperature": -1}}, "temperature is -1"),
         ({"extra_body": {"n": 2}}, "n is no field of Anthropic's requests"),
         ({"messages": [*HI, {"role": "assistant", "content": [TOOL_USE]}]}, "messages.1 is a tool_use"),
-        ({"max_tokens": 5000}, "maximum context length"),
+        ({"max_tokens": 5000}, "exceed context limit"),
     ],
 )
 async def test_a_bad_request(fields: dict[str, Any], says: str):

@@ -29,6 +29,7 @@ async def test_every_metric_exists_from_the_start(fronts):
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {f.removesuffix("_total") for f in families} == {
         *(name.removesuffix("_total") for name in METRICS),
+        "callboard:engines",
         *(f"vllm:{name}" for name in ("cache_config_info", "lora_requests_info", "engine_sleep_state")),
         *(f"vllm:{name}" for name in ("num_requests_swapped", "gpu_cache_usage_perc", "time_per_output_token_seconds")),
     }

@@ -107,6 +107,54 @@ async def test_an_empty_request_loads_the_model(path: str, body: dict[str, Any])
     assert unknown.json() == {"error": "There is no model 'other' here; this server has 'fake'."}
 
 
+async def test_the_latest_tag_may_be_missing():
+    for served, asked in ((MODEL, f"{MODEL}:latest"), (f"{MODEL}:latest", MODEL)):
+        service = Service(engine_of(), byte_tokenizer(QWEN), served)
+        transport = httpx.ASGITransport(build_http_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post("/api/chat", json=HI | {"model": asked, "stream": False})
+        assert (answer.status_code, answer.json()["model"]) == (200, served)
+
+
+async def test_only_the_served_model_can_be_pulled():
+    for body in ({"model": MODEL}, {"name": f"{MODEL}:latest", "stream": False}):
+        assert (await post(engine_of(), "/api/pull", body)).json() == {"status": "success"}
+    refused = await post(engine_of(), "/api/pull", {"model": "llama3.2:1b"})
+    text = "There is no model 'llama3.2:1b' here; this server has 'fake', and it fetches no others; run "
+    assert (refused.status_code, refused.json()) == (404, {"error": text + "`callboard serve` with that model."})
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/create"),
+        ("POST", "/api/copy"),
+        ("POST", "/api/push"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/blobs/sha256:00"),
+    ],
+)
+async def test_models_cannot_be_changed(method: str, path: str):
+    async with client_of(engine_of(), byte_tokenizer(QWEN)) as client:
+        response = await client.request(method, path, json={"model": "x"})
+    assert response.status_code == 400
+    assert response.json()["error"].startswith("This server has the model that it was started with, and cannot ")
+
+
+async def test_lists_have_the_fields_that_clients_read():
+    async with client_of(engine_of(), byte_tokenizer(QWEN)) as client:
+        tags, running = [(await client.get(path)).json()["models"][0] for path in ("/api/tags", "/api/ps")]
+        shown = (await client.post("/api/show", json={"model": MODEL})).json()
+        version = (await client.get("/api/version")).json()["version"]
+    details = {"parent_model", "format", "family", "families", "parameter_size", "quantization_level"}
+    assert {"name", "model", "modified_at", "size", "digest"} < tags.keys() < running.keys()
+    assert details == tags["details"].keys() == running["details"].keys() == shown["details"].keys()
+    assert int(datetime.fromisoformat(running["expires_at"]).timestamp()) > 0
+    assert (running["context_length"], running["size_vram"]) == (4096, 0)
+    assert {"modelfile", "parameters", "template", "model_info", "capabilities", "modified_at"} < shown.keys()
+    assert tuple(map(int, version.split("."))) >= (0, 9, 0)
+
+
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +305,7 @@ async def test_models_are_listed_and_shown():
         shown = (await client.post("/api/show", json={"model": MODEL})).json()
         assert (await client.post("/api/show", json={"name": "own"})).json()["details"]["parent_model"] == MODEL
         version = (await client.get("/api/version")).json()["version"]
-        missing = await client.get("/api/pull")
+        missing = await client.get("/api/nothing")
     assert [model["name"] for model in models] == [model["model"] for model in models] == [MODEL, "own"]
     assert datetime.fromisoformat(models[0]["modified_at"]).tzinfo is not None
     assert models[0]["digest"] != models[1]["digest"]

@@ -60,6 +60,8 @@ ASKED = [
     ("/v1/responses", {"input": "hi", "store": False, "stream": True}),
     ("/v1/messages", {"messages": chat()["messages"], "max_tokens": 20}),
     ("/api/chat", {"model": MODEL, "messages": chat()["messages"]}),
+    ("/completion", {"prompt": "a", "stream": True}),
+    ("/completion", {"prompt": "a", "response_fields": ["content", "seed", "id", "system_fingerprint"]}),
     ("/api/generate", {"model": MODEL, "prompt": "a", "stream": False, "options": {"seed": 3}}),
 ]
 

@@ -167,6 +167,7 @@ async def test_a_completion_between_two_texts():
     for prompt in ("ab", [97, 98]):
         await asked.completions.create(model=MODEL, prompt=prompt, suffix="c")
         assert engine.requests[-1].token_ids == [first, 97, 98, second, 99, third]
+        assert set(engine.requests[-1].params.stop_token_ids) == {first, second, third}
     with pytest.raises(openai.BadRequestError, match="suffix cannot be combined with echo"):
         await asked.completions.create(model=MODEL, prompt="ab", suffix="c", echo=True)
     with pytest.raises(openai.BadRequestError, match="lacks fill-in-the-middle marks"):

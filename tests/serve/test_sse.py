@@ -18,6 +18,7 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
 
 
@@ -205,3 +206,25 @@ def test_client_that_leaves_aborts_within_a_second(serve, n: int, stream: bool, 
     assert wait_until(lambda: len(engine.aborted) == n), (engine.aborted, engine.num_running)
     assert engine.num_running == 0
     assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ping"),
+    [
+        ("/v1/completions", {"prompt": "a"}, ": "),
+        ("/v1/chat/completions", chat(), ": "),
+        ("/v1/responses", {"input": "a"}, ": "),
+        ("/v1/responses", {"input": "a", "background": True}, ": "),
+        ("/v1/messages", chat(max_tokens=20), 'event: ping\ndata: {"type":"ping"}'),
+    ],
+)
+async def test_a_long_prompt_is_pinged_in_the_form_of_its_api(path: str, fields: dict, ping: str):
+    engine = FakeEngine("a", delay_s=0.1)
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings(keep_alive_s=0.02))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        streamed = await client.post(path, json={**fields, "stream": True})
+        begin = streamed.text.split("\n\n")[: 4 if "background" in fields else 2]
+        assert any(event.startswith(ping) for event in begin)
+        plain = await client.post(path, json=fields)
+        assert plain.text == plain.text.strip()
+        assert plain.json()["model"] == MODEL

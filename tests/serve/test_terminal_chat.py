@@ -1,9 +1,11 @@
 """`callboard chat`: its commands, its defaults, its output, and its connection to a server."""
 
 import json
+import pty
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Generator
 from dataclasses import replace
@@ -57,7 +59,7 @@ class Terminal:
 def stderr(monkeypatch) -> Terminal:
     terminal = Terminal()
     for module in ("talk", "loading"):  # pytest gives sys a stderr of its own before each test
-        monkeypatch.setattr(f"serve_app.terminal.{module}.sys", SimpleNamespace(stderr=terminal))
+        monkeypatch.setattr(f"serve_app.terminal.{module}.sys", SimpleNamespace(stderr=terminal, stdin=sys.stdin))
     return terminal
 
 
@@ -133,6 +135,18 @@ def test_phases_of_a_load_replace_each_other(stderr: Terminal, monkeypatch):
     phases = ("importing PyTorch", "finding the model", "reading the weights")
     assert [line.rpartition(" (")[0] for line in shown] == [f"{subject}: {phase}" for phase in phases]
     assert stderr.text.endswith("\r\x1b[K")
+
+
+def test_words_typed_during_a_load_are_kept_but_not_shown(monkeypatch: pytest.MonkeyPatch):
+    keyboard, terminal = pty.openpty()
+    with open(terminal) as stdin, open(keyboard, "wb", buffering=0) as keys:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        echo = [bool(termios.tcgetattr(terminal)[3] & termios.ECHO)]
+        with loading.without_echo():
+            echo.append(bool(termios.tcgetattr(terminal)[3] & termios.ECHO))
+            keys.write(b"Hello!\n")
+        echo.append(bool(termios.tcgetattr(terminal)[3] & termios.ECHO))
+        assert (echo, stdin.readline()) == ([True, False, True], "Hello!\n")
 
 
 def test_a_load_shows_nothing_without_a_terminal(monkeypatch, capsys):

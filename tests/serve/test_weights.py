@@ -393,8 +393,9 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     here = Path.cwd()
     flags = ["--weight-updates", "--weight-store", "s", "--weight-folder", "f"]
     assert cli.main(["serve", "m", *flags]) == 0
-    assert asked[0].config.weight_updates
-    assert (asked[0].config.weight_store, asked[0].http.weight_folder) == (f"{here}/s", f"{here}/f")
+    (model,) = asked[0].models
+    assert model.config.weight_updates
+    assert (model.config.weight_store, asked[0].http.weight_folder) == (f"{here}/s", f"{here}/f")
     for argv, says in (
         (["--weight-updates", "--host", "0.0.0.0"], "give --api-key"),
         (["--weight-folder", "f"], "--weight-folder is given"),

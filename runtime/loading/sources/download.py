@@ -9,7 +9,8 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 _TRIES = 4  # without a byte in between
+_CONNECTIONS = 4  # downloads at the same time
 _TIMEOUT_S = 20.0  # without a byte, until the connection is closed
 
 
@@ -92,6 +94,31 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def fetch_all(
+    missing: Sequence[Download],
+    what: str,
+    progress: bool,
+    store: Callable[[Download, Callable[[int], object], threading.Event], None],
+) -> None:
+    """Fetch files of known sizes with `store`, several at a time. The first error ends all.
+
+    `store` gets a file, a function that takes the number of new bytes, and the event that ends the transfer."""
+    from tqdm import tqdm
+
+    stop, total = threading.Event(), sum(download.size or 0 for download in missing)
+    with tqdm(
+        total=total, initial=sum(download.num_stored for download in missing), desc=what, unit="B", unit_scale=True,
+        disable=not progress, file=sys.stderr,
+    ) as bar, ThreadPoolExecutor(_CONNECTIONS) as pool:  # fmt: skip
+        try:
+            for done in as_completed([pool.submit(store, download, bar.update, stop) for download in missing]):
+                done.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def fetch(
     download: Download, advance: Callable[[int], object], check: Callable[[int], None], stop: threading.Event
 ) -> None:
@@ -134,7 +161,7 @@ def fetch(
                         f"{size_text(download.num_stored)} are kept."
                     ) from e
                 stop.wait(0.2 * 2**tries)
-    _finish(download)
+    finish(download)
 
 
 def _check_address(request: httpx.Request) -> None:
@@ -207,7 +234,7 @@ def _range_of(response: httpx.Response) -> tuple[int | None, int | None]:
     return (None if first is None else int(first)), (int(total) if total and total != "*" else None)
 
 
-def _finish(download: Download) -> None:
+def finish(download: Download) -> None:
     """Check the hash and give the file its final name."""
     path = download.unfinished
     if download.sha256:

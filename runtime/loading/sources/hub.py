@@ -7,20 +7,18 @@ interrupted downloads.
 from __future__ import annotations
 
 import glob
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.loading.folder import weight_files
-from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, locked
+from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, fetch_all, locked
 from runtime.loading.sources.gguf_choice import GgufModel, choose, gguf_models
 from runtime.loading.sources.names import FORMS, HubName
-from runtime.loading.sources.near_names import meant
+from runtime.loading.sources.near_names import is_known, meant
 from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 _FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
 _IGNORED = ["*/*", "consolidated*"]
-_CONNECTIONS = 4  # downloads at the same time
 
 
 def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
@@ -59,7 +56,7 @@ def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> P
         if absent := [file for file in files if file not in names]:
             raise CallboardError(f"The hub model {name.repo_id!r} lacks {absent[0]}, a part of {gguf}; name another.")
     else:
-        files = [file for file in names if _matches(file, _patterns(weights)) and not _matches(file, _IGNORED)]
+        files = model_files(names, weights)
     paths = [try_to_load_from_cache(name.repo_id, file, revision=name.revision) for file in files]
     if files and all(isinstance(path, str) and f"/snapshots/{info.sha}/" in path for path in paths):
         root = Path(str(paths[0]).removesuffix(files[0]))
@@ -99,6 +96,11 @@ def _checked(root: Path, gguf: GgufModel | None, weights: bool) -> Path:
     return root
 
 
+def model_files(names: Sequence[str], weights: bool) -> list[str]:
+    """Return the files of a model or an adapter among the names in a folder."""
+    return [file for file in names if _matches(file, _patterns(weights)) and not _matches(file, _IGNORED)]
+
+
 def _patterns(weights: bool) -> list[str]:
     return [*_FILES, "*.safetensors"] if weights else _FILES
 
@@ -125,7 +127,6 @@ def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-    from tqdm import tqdm
 
     folder = repo_folder_name(repo_id=name.repo_id, repo_type="model")
     blobs, locks = Path(HF_HUB_CACHE, folder, "blobs"), Path(HF_HUB_CACHE, ".locks", folder)
@@ -144,25 +145,13 @@ def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress:
         return
     for place in (blobs, locks):
         place.mkdir(parents=True, exist_ok=True)
-    stop, total = threading.Event(), sum(download.size or 0 for download in missing)
-    with tqdm(
-        total=total, initial=total - needed, desc=str(name), unit="B", unit_scale=True, disable=not progress,
-        file=sys.stderr,
-    ) as bar:  # fmt: skip
 
-        def store(download: Download) -> None:
-            with locked(locks / f"{download.target.name}.lock", str(name), progress):
-                if not download.target.exists():
-                    fetch(download, bar.update, lambda _: None, stop)
+    def store(download: Download, advance: Callable[[int], object], stop: threading.Event) -> None:
+        with locked(locks / f"{download.target.name}.lock", str(name), progress):
+            if not download.target.exists():
+                fetch(download, advance, lambda _: None, stop)
 
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            try:
-                for done in as_completed([pool.submit(store, download) for download in missing]):
-                    done.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+    fetch_all(missing, str(name), progress, store)
 
 
 def _sentence(name: HubName, error: Exception) -> CallboardError:
@@ -183,9 +172,10 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
         return error
     if _is_connection(error):
         why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
+        doubt = f", and the name, where a typing error is as likely{meant(str(name)) or '.'}"
         return CallboardError(
-            f"The hub model {str(name)!r}{at} is not in the local cache and {why}; check the network, and the name, "
-            f"where a typing error is as likely{meant(str(name)) or '.'}"
+            f"The hub model {str(name)!r}{at} is not in the local cache and {why}; check the network"
+            f"{'.' if is_known(str(name)) else doubt}"
         )
     reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(". ")
     if isinstance(error, OSError):

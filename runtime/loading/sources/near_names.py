@@ -1,4 +1,4 @@
-"""Names near a wrong one: of stored models, of an example of each family, and of more sizes of these."""
+"""Suggests names for a typing error: stored models, short names, each family's example, and its other sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-_MORE = (  # beside the examples of `runtime.models.FAMILIES`: common names without a size
+from runtime.loading.sources.short_names import SHORT_NAMES, near_name
+
+_MORE = (  # in addition to the examples of `runtime.models.FAMILIES`: common names without a size
     "Qwen/Qwen3-1.7B",
     "Qwen/Qwen3-4B",
     "Qwen/Qwen3-8B",
@@ -32,9 +34,19 @@ _CLOSE = 0.75  # difflib's ratio of near names, at least
 
 
 def meant(name: str) -> str:
-    """Return a question for the end of a sentence: `; meant Qwen/Qwen3-0.6B?`. Empty without a near name."""
-    near = nearest(name, [*_cached(), *_known()])
+    """Return a question for the end of a sentence: `; meant Qwen/Qwen3-0.6B?`. Empty for a known name, or without a
+    near one."""
+    if is_known(name):
+        return ""
+    near = near_name(name) if "/" not in name else None
+    near = near or nearest(name, [*_cached(), *_known()])
     return f"; meant {near}?" if near else ""
+
+
+def is_known(name: str) -> bool:
+    """Return whether a hub name is an example, a short name's file, or stored here."""
+    repos = (file.partition(":")[0] for tags in SHORT_NAMES.values() for file in tags.values())
+    return name.partition(":")[0] in {*_cached(), *_known(), *repos}
 
 
 def nearest(name: str, known: list[str]) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.near_names import nearest
+from runtime.loading.sources.short_names import hub_file
 from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ class StoredModel:
 
 def stored_models(own_cache: Path) -> list[StoredModel]:
     """All models of both caches, by name."""
-    found = [*_of_hub(), *_of_wheels(own_cache), *_of_web(own_cache / "web")]
+    found = [*_of_hub(), *_of_wheels(own_cache), *_of_web(own_cache / "web"), *_of_buckets(own_cache)]
     return sorted(found, key=lambda model: model.name.lower())
 
 
 def stored_model(name: str, own_cache: Path) -> StoredModel:
     """Return the model of that name, or all quantizations of a hub id. Raises CallboardError if none is stored."""
     models = stored_models(own_cache)
+    name = ":".join(hub_file(name) or (name,))
     if found := [model for model in models if model.name == name]:
         return found[0]
     if parts := [model for model in models if model.name.startswith(f"{name}:")]:
@@ -124,7 +126,7 @@ def _of_wheels(cache: Path) -> list[StoredModel]:
     models = []
     for folder in cache.glob("*/"):
         files = [file for pattern in _MODEL_FILES for file in folder.rglob(pattern)]
-        if folder.name == "web" or not files:
+        if folder.name in ("web", "cloud") or not files:
             continue
         lock = folder / ".lock"
         name = lock.read_text().replace(", ", ",") if lock.exists() else ""
@@ -153,6 +155,18 @@ def _of_web(folder: Path) -> list[StoredModel]:
                 all(path.exists() for path in paths),
             )
         )
+    return models
+
+
+def _of_buckets(cache: Path) -> list[StoredModel]:
+    """The models and adapters of buckets. Each has a lock file, which contains the address."""
+    models = []
+    for lock in cache.glob("cloud/*/.lock"):
+        blobs = [blob.stat() for blob in lock.parent.glob("blobs/*")]
+        size, used = sum(blob.st_size for blob in blobs), max((blob.st_atime for blob in blobs), default=0.0)
+        remove = partial(shutil.rmtree, lock.parent)
+        is_whole = any(lock.parent.glob("snapshots/*"))
+        models.append(StoredModel(lock.read_text(), size, lock.parent, used, remove, is_whole))
     return models
 
 

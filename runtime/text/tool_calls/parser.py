@@ -44,6 +44,7 @@ class ToolFormat:
     json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
     has_named_ids: bool = False  # its template writes the id of a call as the call's name: functions.NAME:NUMBER
+    token_hex: Callable[[int], str] = secrets.token_hex  # makes ids of calls
     has_metadata: bool = False  # its template writes a call as a message with the function's name as `metadata`
     ends_reasoning: bool = False  # a call within reasoning ends it
     # A regular expression of templates that describe tools for this format and write no calls. Empty if all write them.
@@ -239,7 +240,7 @@ class ToolCallParser:
 
     def _new_call(self, name: str) -> None:
         short = self._form.has_short_ids
-        call_id = secrets.token_hex(5)[:9] if short else "call_" + secrets.token_hex(12)
+        call_id = self._form.token_hex(5)[:9] if short else "call_" + self._form.token_hex(12)
         self._calls.append(CallDelta(self.num_calls, call_id, name))
 
     def _give(self, arguments: str) -> None:

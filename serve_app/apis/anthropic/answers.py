@@ -27,6 +27,7 @@ class AnsweredMessage(Struct):
 
 class CountedTokens(Struct):
     input_tokens: int
+    max_model_len: int
 
 
 class MessagesErrorObject(Struct):

@@ -12,7 +12,7 @@ from serve_app.apis.chat.endpoint import CHAT
 from serve_app.http.json_routes import post_json
 from serve_app.protocol.operation import BODY, ApiRoute, Operation
 from serve_app.protocol.parsing import parse
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 _OPERATION = Operation(
@@ -24,12 +24,13 @@ _OPERATION = Operation(
 )
 
 
-def count_tokens_route(service: Service, settings: HttpSettings) -> Route:
-    answer = partial(count_tokens, service)
+def count_tokens_route(models: Models, settings: HttpSettings) -> Route:
+    answer = partial(count_tokens, models)
     return ApiRoute("/v1/messages/count_tokens", post_json(answer, settings, may_render=True), _OPERATION)
 
 
-def count_tokens(service: Service, body: bytes) -> CountedTokens:
+def count_tokens(models: Models, body: bytes) -> CountedTokens:
     """Return the length of a message's prompt; raises FieldError or ApiError."""
     request = parse(CountTokensRequest, body).as_chat()
-    return CountedTokens(len(CHAT.prompt(request, service.named(request.model))[0]))
+    model = models.named(request.model)
+    return CountedTokens(len(CHAT.prompt(request, model)[0]), model.info.max_model_len)

@@ -16,6 +16,7 @@ from serve_app.apis.chat.messages import OtherPart, check_new_parts, unread
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import NO_THREADS, ApiError
+from serve_app.protocol.sampling import MAX_SESSION_CHARS
 from serve_app.protocol.shapes import RequestModel, check_absent, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -373,4 +374,5 @@ class MessagesRequest(CountTokensRequest):
         names = "max_tokens", "stream", "temperature", "top_p", "top_k"
         fields = super().chat_fields() | {name: getattr(self, name) for name in names}
         user = None if self.metadata is None else self.metadata.user_id
-        return fields | {"stop": self.stop_sequences, "user": user}
+        session = {} if user is None else {"prompt_cache_key": user[:MAX_SESSION_CHARS]}
+        return fields | {"stop": self.stop_sequences, "user": user} | session

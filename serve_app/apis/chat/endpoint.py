@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from runtime.output.processor import Delta
 from runtime.spec.config import NGRAM
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.chat.answers import ChatCompletion
-from serve_app.apis.chat.messages import ROLES
+from serve_app.apis.chat.messages import INSTRUCTING, ROLES
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
@@ -56,6 +57,16 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 raise invalid(f"messages.{i}.role", f"is {message.role!r}; this model's messages have {known}")
         prompt = model.chats.prompt(request.template_messages(), request)
         return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
+
+    def parts(self, request: ChatRequest, model: ServedModel) -> dict[str, int]:
+        """Return the tokens of tools and of instructions, without the template's words around them."""
+
+        def count(text: str) -> int:
+            return len(prompt_ids(model.tokenizer.encode, text, False, model.info.max_model_len, "", part="start"))
+
+        tools = json.dumps(request.template_tools, ensure_ascii=False) if request.template_tools else ""
+        system = "".join(message.text() for message in request.messages if message.role in INSTRUCTING)
+        return {"tools": count(tools), "system": count(system)}
 
     def answer(self, prepared: PreparedRequest[ChatRequest], choices: list[Delta]) -> bytes:
         rendered = [

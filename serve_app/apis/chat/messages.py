@@ -40,6 +40,7 @@ class RefusalPart(RequestModel):
 
 _TEXT_KINDS = "text", "input_text", "output_text"
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chats, for all templates
+INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
 
 
 class OtherPart(RequestModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
@@ -32,7 +32,9 @@ class ChatRequest(SamplingFields, ChatOptions):
     dialect = CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=1, lt=1 << 31)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+    ] = None  # llama.cpp writes None as -1
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     prediction: Prediction | None = None

@@ -13,7 +13,7 @@ from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.answers import TextCompletion
-from serve_app.apis.completions.fill_in_middle import between
+from serve_app.apis.completions.fill_in_middle import between, end_ids
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import finite, listed, token_id_text
 from serve_app.protocol.operation import GENERATION, Operation
@@ -49,7 +49,10 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
             prompts.append(self.truncated(request, ids, model))
         echoes = _echoes(request, prompts, model.tokenizer) if request.echo else []
         lengths = request.prompt_lengths(prompts)
-        return Prompts(prompts, "prompt", request.requested_grammar(), echoes=echoes, lengths=lengths)
+        stops = end_ids(model.tokenizer) if request.suffix and not request.ignore_eos else ()
+        return Prompts(
+            prompts, "prompt", request.requested_grammar(), echoes=echoes, lengths=lengths, stop_token_ids=stops
+        )
 
     def answer(self, prepared: PreparedRequest[CompletionRequest], choices: list[Delta]) -> bytes:
         rendered = [

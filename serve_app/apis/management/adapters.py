@@ -20,7 +20,7 @@ from serve_app.http.limits import Deadline
 from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.shapes import RequestModel
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -40,8 +40,8 @@ class UnloadAdapterRequest(RequestModel):
     lora_name: AdapterName
 
 
-def adapter_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    routes, errors = AdapterRoutes(service, settings), (*BODY, *ENGINES)
+def adapter_routes(models: Models, settings: HttpSettings) -> list[Route]:
+    routes, errors = AdapterRoutes(models, settings), (*BODY, *ENGINES)
     return [
         route("/v1/load_lora_adapter", routes.load, "Load an adapter", None, (LoadAdapterRequest,), (*errors, 429)),
         route(
@@ -53,8 +53,8 @@ def adapter_routes(service: Service, settings: HttpSettings) -> list[Route]:
 class AdapterRoutes:
     """Handlers that load and unload adapters."""
 
-    def __init__(self, service: Service, settings: HttpSettings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, models: Models, settings: HttpSettings) -> None:
+        self._models, self._settings = models, settings
 
     async def load(self, request: HttpRequest) -> Response:
         """Answer when all engines have the adapter."""
@@ -65,7 +65,7 @@ class AdapterRoutes:
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
         path = await asyncio.to_thread(path_within, folder, asked.lora_path, "lora_path", "adapters")
         async with Deadline(self._settings.request_timeout_s):
-            await self._service.load_adapter(asked.lora_name, path, asked.load_inplace)
+            await self._models.load_adapter(asked.lora_name, path, asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:
@@ -73,7 +73,7 @@ class AdapterRoutes:
         self._folder()
         asked = await parsed_body(UnloadAdapterRequest, request, self._settings)
         async with Deadline(self._settings.request_timeout_s):
-            await self._service.unload_adapter(asked.lora_name)
+            await self._models.first.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     def _folder(self) -> str:
@@ -81,6 +81,6 @@ class AdapterRoutes:
         if (folder := self._settings.lora_folder) is None:
             text = "This server does not load adapters while it runs; start it with --lora-folder to allow it."
             raise ApiError(403, text, code="adapters_not_allowed")
-        if reason := self._service.health():
+        if reason := self._models.health():
             raise unavailable(reason)
         return folder

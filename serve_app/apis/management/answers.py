@@ -23,8 +23,15 @@ class Tokenized(Struct):
     token_strs: list[str | None] | None
 
 
+class ContentTokens(Struct):
+    """llama.cpp's answer: ids, or objects with an id and a piece."""
+
+    tokens: list[Any]
+
+
 class Detokenized(Struct):
-    prompt: str
+    prompt: str  # vLLM's name
+    content: str  # llama.cpp's
 
 
 class TokenizerInfo(Struct):

@@ -22,7 +22,7 @@ from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import ENGINES, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.shapes import RequestModel
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 
@@ -42,9 +42,9 @@ class ChaosQuery(RequestModel):
 Kill = Callable[[str], Awaitable[dict[str, object]]]  # kills a process of a role; returns its engine and process id
 
 
-def engine_routes(service: Service, settings: HttpSettings, kill: Kill | None) -> list[Route]:
+def engine_routes(models: Models, settings: HttpSettings, kill: Kill | None) -> list[Route]:
     """Return the routes. Without `kill`, /chaos is not allowed."""
-    routes = EngineRoutes(service, settings, kill)
+    routes = EngineRoutes(models, settings, kill)
     post: dict[str, Any] = {"errors": (400, *ENGINES), "method": "POST"}
     reset: dict[str, Any] = {"errors": ENGINES, "method": "POST"}
     return [
@@ -59,30 +59,30 @@ def engine_routes(service: Service, settings: HttpSettings, kill: Kill | None) -
 class EngineRoutes:
     """Handlers that act on all engines."""
 
-    def __init__(self, service: Service, settings: HttpSettings, kill: Kill | None) -> None:
-        self._service, self._settings, self._kill = service, settings, kill
+    def __init__(self, models: Models, settings: HttpSettings, kill: Kill | None) -> None:
+        self._models, self._settings, self._kill = models, settings, kill
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
         """Answer when every engine has evicted the prefixes without a live request."""
         check_origin(request, self._settings)
-        return await self._done(self._service.engine_client().reset_prefix_cache())
+        return await self._done(self._models.reset_prefix_cache())
 
     async def sleep(self, request: HttpRequest) -> Response:
         """Answer when every engine has released its memory."""
         level = read_query(SleepQuery, request).level
         self._check(request)
-        return await self._done(self._service.engine_client().sleep(level))
+        return await self._done(self._models.first.engine_client().sleep(level))
 
     async def wake_up(self, request: HttpRequest) -> Response:
         """Answer when every engine can compute again."""
         if tags := request.query_params.get("tags"):
             raise invalid("tags", f"is {shortened(tags)!r}; engines wake up whole: leave it out")
         self._check(request)
-        return await self._done(self._service.engine_client().sleep(0))
+        return await self._done(self._models.first.engine_client().sleep(0))
 
     async def is_sleeping(self, request: HttpRequest) -> Response:
         """Answer true while an engine sleeps."""
-        return json_response(Sleeping(self._service.engine_client().is_asleep))
+        return json_response(Sleeping(self._models.first.engine_client().is_asleep))
 
     async def chaos(self, request: HttpRequest) -> Response:
         """Kill a random engine or runner; answer with its engine and process id."""
@@ -98,7 +98,7 @@ class EngineRoutes:
 
     def _check(self, request: HttpRequest) -> None:
         check_origin(request, self._settings)
-        if not self._service.engine_client().info.can_sleep:
+        if not self._models.first.engine_client().info.can_sleep:
             text = "This server does not sleep; start it with --sleep-mode to allow it."
             raise ApiError(403, text, code="sleep_not_allowed")
 

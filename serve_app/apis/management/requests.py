@@ -18,8 +18,8 @@ from serve_app.http.lanes import run_rendering
 from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.grammars import compiled, ignored_paths
+from serve_app.service.models import Models
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 _MAX_ABORT_BYTES = 4 << 10  # of a body with one id
@@ -50,8 +50,8 @@ class GrammarRequest(RequestModel, OutputOptions):
     model_config = ConfigDict(extra="ignore")
 
 
-def request_routes(service: Service, settings: HttpSettings, recorded: RecordedRequests) -> list[Route]:
-    routes = SingleRequestRoutes(service, settings, recorded)
+def request_routes(models: Models, settings: HttpSettings, recorded: RecordedRequests) -> list[Route]:
+    routes = SingleRequestRoutes(models, settings, recorded)
     return [
         route("/v1/abort", routes.abort, "End a request", Aborted, (AbortRequest,), BODY),
         route("/abort_requests", routes.abort_all, "End requests", AbortedRequests, (AbortRequestsRequest,), BODY),
@@ -76,14 +76,14 @@ def request_routes(service: Service, settings: HttpSettings, recorded: RecordedR
 class SingleRequestRoutes:
     """Handlers that concern one request."""
 
-    def __init__(self, service: Service, settings: HttpSettings, recorded: RecordedRequests) -> None:
-        self._service, self._settings, self._recorded = service, settings, recorded
+    def __init__(self, models: Models, settings: HttpSettings, recorded: RecordedRequests) -> None:
+        self._models, self._settings, self._recorded = models, settings, recorded
 
     async def abort(self, request: HttpRequest) -> Response:
         # The body is short enough to be parsed on the event loop, which alone may call the engines.
         settings = replace(self._settings, max_body_bytes=_MAX_ABORT_BYTES)
         wanted = await parsed_body(AbortRequest, request, settings)
-        self._service.abort(wanted.request_id, request.scope["owner"])
+        self._models.abort(wanted.request_id, request.scope["owner"])
         return json_response(Aborted(wanted.request_id))
 
     async def abort_all(self, request: HttpRequest) -> Response:
@@ -91,7 +91,7 @@ class SingleRequestRoutes:
         wanted = await parsed_body(AbortRequestsRequest, request, self._settings)
         ids = wanted.request_ids or []
         for request_id in ids:
-            self._service.abort(request_id, request.scope["owner"])
+            self._models.abort(request_id, request.scope["owner"])
         return json_response(AbortedRequests(len(ids)))
 
     async def check_grammar(self, request: HttpRequest) -> Response:
@@ -99,7 +99,7 @@ class SingleRequestRoutes:
         wanted = await parsed_body(GrammarRequest, request, self._settings)
         grammar = wanted.requested_grammar()
         owner = request.scope["owner"]
-        found = await compiled(self._service.grammars, grammar, owner) if grammar else None
+        found = await compiled(self._models.first.grammars, grammar, owner) if grammar else None
         ignored = [] if found is None or grammar is None else ignored_paths(found, grammar)
         return json_response(CheckedGrammar(ignored=ignored))
 

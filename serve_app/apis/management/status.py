@@ -15,20 +15,21 @@ from serve_app.http.json_routes import get_json, json_response
 from serve_app.protocol.errors import error_response, redacted, unavailable
 from serve_app.protocol.operation import ApiRoute, Operation, route
 from serve_app.service.model_card import ModelCard
+from serve_app.service.models import Models
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 _PING = Operation("The same, for SageMaker", Health, unready=Unhealthy, open=True)
 
 
-def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    routes = StatusRoutes(service)
-    models = get_json(lambda: ModelList(data=service.model_cards()))
-    load = get_json(lambda: FrontLoad(service.num_live))
-    server_info = get_json(lambda: service.description() | {"allow_chaos": settings.allow_chaos})
+def status_routes(models: Models, settings: HttpSettings) -> list[Route]:
+    routes = StatusRoutes(models)
+    cards = get_json(lambda: ModelList(data=models.model_cards()))
+    load = get_json(lambda: FrontLoad(models.num_live))
+    server_info = get_json(lambda: models.first.description() | {"allow_chaos": settings.allow_chaos})
     own_version = get_json(lambda: Version(version("callboard")))
     return [
-        route("/v1/models", models, "The served model and its adapters", ModelList, errors=(503,)),
+        route("/v1/models", cards, "The served model and its adapters", ModelList, errors=(503,)),
         route("/v1/models/{name:path}", routes.model, "A model or adapter, by its name", ModelCard, errors=(404, 503)),
         route("/health", routes.health, "Whether the server can serve now", Health, unready=Unhealthy, open=True),
         route("/ready", routes.ready, "Whether the start is complete", Health, unready=NotReady, open=True),
@@ -43,31 +44,41 @@ def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
 class StatusRoutes:
     """Handlers that report the state of the server."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def health(self, request: HttpRequest) -> Response:
-        if reason := self._service.health():
+        if reason := self._models.health():
             return error_response(unavailable(reason), status="unavailable", reason=redacted(reason))
         return json_response(Health(status="ok", phase=self._phase()))
 
     async def ready(self, request: HttpRequest) -> Response:
-        if reason := self._service.health():
-            status = "loading" if self._service.loading else "unavailable"
+        if reason := self._models.health():
+            status = "loading" if self._models.first.loading else "unavailable"
             return error_response(unavailable(reason), status=status, phase=redacted(reason))
         return json_response(Health(status="ready", phase=self._phase()))
 
     def _phase(self) -> str | None:
-        """Return the phase of a healthy server if its engines do not compute; None if they do."""
-        client = self._service.engine_client()
-        if not client.engines():
-            return "scaled to zero; the next request starts an engine"
-        if client.is_asleep:
-            return "asleep; requests wait for POST /wake_up"
-        return "paused; requests wait for POST /resume" if client.is_paused else None
+        """Return the phases of models without a computing engine; None if each has one."""
+        phases = {service.model: phase for service in self._models if (phase := _phase_of(service)) is not None}
+        if len(phases) == len(list(self._models)) and len(set(phases.values())) == 1:
+            return next(iter(phases.values()))
+        return " ".join(f"{model}: {phase}." for model, phase in phases.items()) or None
 
     async def metrics(self, request: HttpRequest) -> Response:
-        return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await self._models.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def model(self, request: HttpRequest) -> Response:
-        return json_response(self._service.model_card(request.path_params["name"]))
+        return json_response(self._models.model_card(request.path_params["name"]))
+
+
+def _phase_of(service: Service) -> str | None:
+    """Return the phase of a model's engines; None if they compute."""
+    client = service.engine_client()
+    if waits := service.sleep.waits():
+        return waits
+    if not client.engines():
+        return "scaled to zero; the next request starts an engine"
+    if client.is_asleep:
+        return "asleep; requests wait for POST /wake_up"
+    return "paused; requests wait for POST /resume" if client.is_paused else None

@@ -52,7 +52,7 @@ from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.parsing import parse, read_query
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import UntilClientLeaves
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 _WITH_CALLER = {"pause", "update"}  # calls that end if their client leaves; the others end soon
@@ -75,9 +75,9 @@ class WorldSizeQuery(RequestModel):
     include_dp: Annotated[bool, Field(strict=False)] = True  # all engines; false for one
 
 
-def weight_routes(service: Service, settings: HttpSettings) -> list[Route]:
+def weight_routes(models: Models, settings: HttpSettings) -> list[Route]:
     """Return the routes. They are refused unless the engines run with weight_updates."""
-    routes = WeightRoutes(service, settings)
+    routes = WeightRoutes(models, settings)
     post: dict[str, Any] = {"errors": ENGINES, "method": "POST"}
     pause: dict[str, Any] = {"errors": (400, 409, *ENGINES), "method": "POST", "query": PauseQuery}
     update: dict[str, Any] = {"errors": (*ENGINES, *BODY, 409)}
@@ -139,8 +139,8 @@ def weight_routes(service: Service, settings: HttpSettings) -> list[Route]:
 class WeightRoutes:
     """Handlers for trainers."""
 
-    def __init__(self, service: Service, settings: HttpSettings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, models: Models, settings: HttpSettings) -> None:
+        self._models, self._settings = models, settings
 
     # ---- pauses -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class WeightRoutes:
         info = await asyncio.to_thread(allowed_update, info, self._settings.weight_folder)
         if isinstance(info, dict) and "lora_name" in info:
             async with Deadline(self._settings.request_timeout_s):
-                await self._service.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
+                await self._models.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
             return json_response(Message("Adapter updated"))
         await self._call_on(request, client, "update", {"update_info": info})
         return json_response(Message("Weights updated"))
@@ -243,7 +243,7 @@ class WeightRoutes:
     def _client(self, request: HttpRequest) -> EngineClient:
         """Return the client; raises the 403 of a page or a server that may not change weights, and the 503."""
         check_origin(request, self._settings)
-        client = self._service.engine_client()
+        client = self._models.first.engine_client()
         if client.info.weights is None:
             text = "This server keeps its weights; start it with --weight-updates to allow trainers to change them."
             raise ApiError(403, text, code="weight_updates_not_allowed")

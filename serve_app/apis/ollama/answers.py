@@ -38,5 +38,9 @@ class OllamaVersion(Struct):
     version: str
 
 
+class OllamaStatus(Struct):
+    status: str
+
+
 class OllamaError(Struct):
     error: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import EventStream
+from serve_app.protocol.timed_choice import TimedChoice, Times
 from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
 
 _LINES = "application/x-ndjson"
@@ -45,18 +45,23 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
 
     def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
         if isinstance(request, LoadRequest):
-            raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
+            keep_s = request.keep_s() if model.sleeps else None
+            end = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
+            raise AnsweredAtOnce(encode_json(self.line(model, "") | end), model.base, keep_s)
         if isinstance(request, CompletionRequest):
             return COMPLETIONS.prompts(request, model)
         assert isinstance(request, ChatRequest), "`read` makes no others"
         return CHAT.prompts(request, model, self.prompt_field)
 
+    def parts(self, request: SamplingFields, model: ServedModel) -> dict[str, int]:
+        return CHAT.parts(request, model) if isinstance(request, ChatRequest) else {}
+
     def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:
-        return [_TimedChoice()]
+        return [TimedChoice()]
 
     def answer(self, prepared: PreparedRequest[SamplingFields], choices: list[Delta]) -> bytes:
         (choice,) = choices
-        assert isinstance(choice, _TimedChoice), "`choices` makes it"
+        assert isinstance(choice, TimedChoice), "`choices` makes it"
         line = self.line(prepared.model, choice.text, choice.reasoning, choice.calls)
         return encode_json(line | _scores(prepared, choice) | _end(prepared, choice, choice.usage, choice.times))
 
@@ -119,7 +124,7 @@ class LineStream(EventStream):
 
     def __init__(self, prepared: PreparedRequest[SamplingFields], endpoint: OllamaEndpoint) -> None:
         self._prepared, self._endpoint = prepared, endpoint
-        self._usage, self._times = ChoiceUsage(), _Times()
+        self._usage, self._times = ChoiceUsage(), Times()
         self._last = Delta(0)
         self._call: CallDelta | None = None  # not yet complete
         self.keep_alive = self._line("")  # with an empty text, since clients parse every line
@@ -158,46 +163,22 @@ class LineStream(EventStream):
         return encode_json(line | more | {"done": False}) + b"\n"
 
 
-class _Times:
-    """The times of a request's start and of its first token, in nanoseconds."""
-
-    def __init__(self) -> None:
-        self._start, self._first = time.monotonic_ns(), 0
-
-    def note(self) -> None:
-        """Record the arrival of tokens."""
-        self._first = self._first or time.monotonic_ns()
-
-    def fields(self) -> dict[str, int]:
-        now = time.monotonic_ns()
-        first = self._first or now
-        return {
-            "total_duration": now - self._start,
-            "load_duration": 0,  # the model is loaded before any request
-            "prompt_eval_duration": first - self._start,
-            "eval_duration": now - first,
-        }
+def _durations(times: Times) -> dict[str, int]:
+    prompt_ns, output_ns = times.spans()
+    return {
+        "total_duration": prompt_ns + output_ns,
+        "load_duration": 0,  # the model is loaded before any request
+        "prompt_eval_duration": prompt_ns,
+        "eval_duration": output_ns,
+    }
 
 
-class _TimedChoice(Delta):
-    """The sum of an answer's deltas, with its times."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.times, self.usage = _Times(), ChoiceUsage()
-
-    def add(self, new: Delta) -> None:
-        self.times.note()
-        self.usage.add(new)
-        super().add(new)
-
-
-def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceUsage, times: _Times) -> dict[str, Any]:
+def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceUsage, times: Times) -> dict[str, Any]:
     """Return the fields of an answer's last line. `callboard replay` needs those from the id on."""
     return {
         "done": True,
         "done_reason": "length" if delta.finish_reason == "length" else "stop",
-        **times.fields(),
+        **_durations(times),
         "prompt_eval_count": prepared.requests[0].prompt_len,
         "eval_count": usage.num_output,
         "id": prepared.id,

@@ -6,6 +6,7 @@ The chat's model checks the values.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict, deque
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,13 +16,15 @@ from runtime.output.fields import invalid, read_options, shown
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
+from serve_app.durations import Duration
 from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
-from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.sampling import SamplingFields, check_last_n
 from serve_app.protocol.shapes import RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
+KEEP_ALIVE = "keep_alive"
 _NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
@@ -48,9 +51,7 @@ class OllamaOptions(RequestModel):
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(f"options.{name}", f"{problem}; {refused.instead}")
         penalties = (self.repeat_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
-        if penalties and self.repeat_last_n not in (None, -1):
-            problem = f"is {self.repeat_last_n}, but penalties look at all tokens here; leave it out"
-            raise invalid("options.repeat_last_n", problem)
+        check_last_n("options.repeat_last_n", self.repeat_last_n if penalties else None)
 
     def fields(self) -> dict[str, Any]:
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""
@@ -101,8 +102,18 @@ _Think = Annotated[
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-class LoadRequest(SamplingFields):
-    """A request without a prompt, which loads the model in Ollama."""
+class _Kept(SamplingFields):
+    """A request with the time for which its model stays loaded; -1 for ever."""
+
+    def keep_s(self) -> float | None:
+        value = (self.model_extra or {}).get(KEEP_ALIVE)
+        return None if value is None else math.inf if value < 0 else float(value)
+
+
+class LoadRequest(_Kept):
+    """A request without a prompt, which loads the model, or with keep_alive 0 unloads it."""
+
+    computes = False
 
     def max_output(self) -> int | None:
         return None
@@ -111,13 +122,13 @@ class LoadRequest(SamplingFields):
         return None
 
 
-class OllamaChat(ChatRequest):
+class OllamaChat(_Kept, ChatRequest):
     """The chat of either route."""
 
     dialect = OLLAMA_CHAT
 
 
-class OllamaCompletion(CompletionRequest):
+class OllamaCompletion(_Kept, CompletionRequest):
     """The completion of POST /api/generate."""
 
     dialect = OLLAMA_GENERATE
@@ -137,6 +148,7 @@ class OllamaRequest(RequestModel):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_output_tokens: int | None = None  # another name of options.num_predict
+    keep_alive: Duration | None = None  # idle time until the model sleeps; -1 for ever
 
     def check(self) -> None:
         if self.options is not None:
@@ -147,7 +159,7 @@ class OllamaRequest(RequestModel):
         raise NotImplementedError
 
     def _shared(self) -> dict[str, Any]:
-        fields = dict(self.model_extra or {})
+        fields = self._kept() | (self.model_extra or {})
         check_absent(self.unknown_fields, fields, "Ollama")
         if self.options is not None:
             fields |= self.options.fields()
@@ -161,6 +173,9 @@ class OllamaRequest(RequestModel):
         elif self.format:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "it", "schema": self.format}}
         return fields
+
+    def _kept(self) -> dict[str, Any]:
+        return {} if self.keep_alive is None else {KEEP_ALIVE: self.keep_alive}
 
     def _chat(self, messages: list[dict[str, Any]], is_continued: bool = False) -> ChatRequest:
         fields = self._shared() | {"messages": messages, "continue_final_message": is_continued}
@@ -184,7 +199,7 @@ class OllamaChatRequest(OllamaRequest):
 
     def as_request(self) -> SamplingFields:
         if not self.messages:
-            return LoadRequest(model=self.model)
+            return LoadRequest(model=self.model, **self._kept())
         last = self.messages[-1]
         return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
 
@@ -211,7 +226,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
     def as_request(self) -> SamplingFields:
         if not self.prompt and not self.suffix:
-            return LoadRequest(model=self.model)
+            return LoadRequest(model=self.model, **self._kept())
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
             return self._chat([*system, {"role": "user", "content": self.prompt}])

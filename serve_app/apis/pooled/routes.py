@@ -13,6 +13,7 @@ from runtime.output.fields import invalid
 from runtime.spec.pooling import POOLED
 from runtime.spec.types import Request
 from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
+from serve_app.apis.pooled.llama_cpp import LlamaEmbeddingEndpoint
 from serve_app.apis.pooled.ollama import OllamaEmbeddingEndpoint, OllamaEmbedEndpoint
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
@@ -21,18 +22,20 @@ from serve_app.observability.context import RequestContext
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import ApiRoute
 from serve_app.protocol.parsing import parse
+from serve_app.service.checks import MAX_PROMPT_TOKENS
 from serve_app.service.generation import UntilClientLeaves
-from serve_app.service.service import MAX_PROMPT_TOKENS, Service, owned
+from serve_app.service.models import Models, when_started
+from serve_app.service.service import owned
 from serve_app.settings import HttpSettings
 
 _MANY_NUMBERS = 1 << 14  # slow to encode as JSON
 
 
-def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
+def pooled_routes(models: Models, settings: HttpSettings) -> list[Route]:
     """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
     routes: list[Route] = []
-    for endpoint in (*POOLED_ENDPOINTS, OllamaEmbedEndpoint(), OllamaEmbeddingEndpoint()):
-        handlers = [PooledRoute(service, endpoint, settings) for _ in endpoint.paths]  # metrics count by handler
+    for endpoint in (*POOLED_ENDPOINTS, OllamaEmbedEndpoint(), OllamaEmbeddingEndpoint(), LlamaEmbeddingEndpoint()):
+        handlers = [PooledRoute(models, endpoint, settings) for _ in endpoint.paths]  # metrics count by handler
         routes.append(ApiRoute(endpoint.paths[0], handlers[0], endpoint.operation))
         for path, handler in zip(endpoint.paths[1:], handlers[1:], strict=True):
             routes.append(Route(path, handler, methods=["POST"], include_in_schema=False))
@@ -42,8 +45,8 @@ def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
 class PooledRoute:
     """POST of one endpoint."""
 
-    def __init__(self, service: Service, endpoint: PooledEndpoint[Any], settings: HttpSettings) -> None:
-        self._service, self._endpoint, self._settings = service, endpoint, settings
+    def __init__(self, models: Models, endpoint: PooledEndpoint[Any], settings: HttpSettings) -> None:
+        self._models, self._endpoint, self._settings = models, endpoint, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
@@ -53,13 +56,13 @@ class PooledRoute:
         prepared: PreparedPooling[Any] | None = None
         async with UntilClientLeaves(receive, send):
             prepare = partial(self._prepared, body, scope)
-            prepared = await run_preparation(body, scope["owner"], False, prepare)
+            prepared = await when_started(partial(run_preparation, body, scope["owner"], False, prepare))
         if prepared is None:
             return
         context.model, context.ignored_fields = prepared.model.name, prepared.request.ignored_fields()
         async with UntilClientLeaves(receive, send) as send:
             async with Deadline(self._settings.request_timeout_s):
-                pooled = await self._service.pool(prepared.id, prepared.requests, context)
+                pooled = await self._models.pool(prepared.model, prepared.id, prepared.requests, context)
             answer = partial(self._endpoint.answer, prepared, pooled)
             is_long = len(body) + sum(map(len, pooled)) > 4 * _MANY_NUMBERS  # an answer may repeat the texts
             content = await run_rendering(is_long, scope["owner"], answer)
@@ -69,10 +72,10 @@ class PooledRoute:
 
     def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
         """Pure CPU work and thread-safe; raises FieldError or ApiError."""
-        endpoint, service = self._endpoint, self._service
+        endpoint = self._endpoint
         request = parse(endpoint.request_type, body)
         check_priority(request.priority, self._settings)
-        model = service.named(request.model)
+        model = self._models.computing(request.model)
         if (pooling := model.info.pooling) is None:
             text = "This model makes text, not vectors; its operator can start it with --pooling last or mean."
             raise ApiError(400, text, param="model", code="model_not_supported")

@@ -25,6 +25,12 @@ class ResponseObject(Struct):
     usage: ResponseUsage | None
 
 
+class CountedInput(Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    max_model_len: int
+
+
 class DeletedResponse(Struct):
     id: str
     object: Literal["response"] = "response"

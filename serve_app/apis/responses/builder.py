@@ -78,6 +78,8 @@ class ResponseBuilder:
         self._fixed = _fixed_fields(prepared, is_stored)
         self._completed_at: int | None = None
         self._num_events = 0
+        ids = prepared.event_ids
+        self._token_hex = secrets.token_hex if ids is None else ids.token_hex("items")
         self._events: list[bytes] = []  # until they are taken
 
     def object(self) -> dict[str, Any]:
@@ -152,6 +154,9 @@ class ResponseBuilder:
         # OpenAI defines no event for a cancelled response, so its stream ends with "incomplete".
         self._lifecycle("incomplete" if status == "cancelled" else status)
 
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}_{self._token_hex(16)}"
+
     # ---- its items ---------------------------------------------------------------------------------------------------
 
     def _is_open(self, kind: str) -> bool:
@@ -163,9 +168,9 @@ class ResponseBuilder:
             return self._open
         self._close("completed")
         if kind == "reasoning":
-            item = _OpenItem({"type": kind, "id": _new_id("rs"), "summary": []})
+            item = _OpenItem({"type": kind, "id": self._new_id("rs"), "summary": []})
         else:
-            item = _OpenItem({"type": kind, "id": _new_id("msg"), "role": "assistant"})
+            item = _OpenItem({"type": kind, "id": self._new_id("msg"), "role": "assistant"})
         self._begin(item, {"content": []})
         self._emit("response.content_part.added", **self._at(item), content_index=0, part=item.part())
         return item
@@ -175,7 +180,7 @@ class ResponseBuilder:
             self._close("completed")
             kind, prefix = ("custom_tool_call", "ctc") if call.is_custom else ("function_call", "fc")
             namespace, name = self._prepared.request.offered.namespaces.get(call.name, (None, call.name))
-            fields = {"type": kind, "id": _new_id(prefix), "call_id": call.id, "name": name}
+            fields = {"type": kind, "id": self._new_id(prefix), "call_id": call.id, "name": name}
             item = _OpenItem(fields | ({} if namespace is None else {"namespace": namespace}))
             self._begin(item, {_TEXTS_OF_CALLS[kind]: ""})
         if call.arguments and self._open is not None:
@@ -299,10 +304,6 @@ def error_event(error: ApiError, number: int) -> bytes:
 
 def _listed(entries: list[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % b",".join(entries))
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(16)}"
 
 
 def _error_code(error: ApiError) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from runtime.output.processor import Delta
 from serve_app.apis.chat.endpoint import CHAT
-from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.chat.messages import INSTRUCTING, ChatMessage
 from serve_app.apis.responses.answers import ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
-from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest
+from serve_app.apis.responses.request import ResponsesRequest
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
@@ -43,6 +43,9 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             room = model.info.max_model_len - (request.max_output() or 1)
             return _longest_that_fits(messages, room, prompts_of)
         return prompts_of(messages)
+
+    def parts(self, request: ResponsesRequest, model: ServedModel) -> dict[str, int]:
+        return CHAT.parts(request.chat(request.messages()), model)
 
     def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:
         return [BuiltChoice(ResponseBuilder(prepared, self._store.stores(prepared.request), has_events=False))]

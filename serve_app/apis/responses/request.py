@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
-from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.chat.messages import INSTRUCTING, ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import (
     AddedTools,
@@ -29,7 +29,6 @@ from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of
 
 LOGPROBS = "message.output_text.logprobs"
-INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
 
 # Unsupported fields of this request, and fields of other requests.
 _INSTEAD = {

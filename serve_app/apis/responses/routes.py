@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -16,27 +17,30 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.background import in_background
 from runtime.output.fields import FieldError
-from serve_app.apis.responses.answers import DeletedResponse, ItemList, ResponseObject
+from serve_app.apis.responses.answers import CountedInput, DeletedResponse, ItemList, ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream, error_event
 from serve_app.apis.responses.endpoint import ResponsesEndpoint
 from serve_app.apis.responses.input_items import ITEMS, as_list, listed
+from serve_app.apis.responses.request import ResponsesRequest
 from serve_app.apis.responses.store import MAX_ITEMS, StoredResponses
 from serve_app.http.json_routes import json_response
 from serve_app.http.lanes import LONG_REQUESTS, run_preparation
-from serve_app.http.limits import Deadline
+from serve_app.http.limits import Deadline, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
-from serve_app.protocol.operation import ApiRoute, Operation, route
+from serve_app.protocol.event_ids import EventIds
+from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
+from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LONG_BYTES = 8 << 10  # of a stored conversation; a longer one is parsed in a thread
 
@@ -57,12 +61,20 @@ class InputItemsQuery(RequestModel):
 
 
 def response_routes(
-    service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+    models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
 ) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored, recorded), StoredResponseRoutes(settings, stored)
+    creation, routes = ResponseCreation(models, settings, stored, recorded), StoredResponseRoutes(settings, stored)
     one, errors = "/v1/responses/{response_id}", (400, 404, 503)
     return [
         ApiRoute(ResponsesEndpoint.path, creation, ResponsesEndpoint.operation),
+        route(
+            "/v1/responses/input_tokens",
+            creation.count_input,
+            "The number of tokens of a response's prompt",
+            CountedInput,
+            (ResponsesRequest,),
+            (*BODY, 404, 503),
+        ),
         ApiRoute(
             one,
             routes.one,
@@ -92,28 +104,44 @@ class ResponseCreation(Generation):
     """POST /v1/responses."""
 
     def __init__(
-        self, service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+        self, models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
     ) -> None:
-        super().__init__(service, ResponsesEndpoint(stored.store), settings, recorded)
+        super().__init__(models, ResponsesEndpoint(stored.store), settings, recorded)
         self._stored = stored
 
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
-        owner = scope["owner"]
+        def prepare(asked: ResponsesRequest) -> PreparedRequest[Any]:
+            prepared = self._prepare(asked, scope)
+            prepared.request.encoded_items  # noqa: B018  # cached here, off the event loop that stores them
+            return prepared
+
+        return await self._with_conversation(body, scope["owner"], prepare)
+
+    async def count_input(self, request: HttpRequest) -> Response:
+        """Answer with the length of the prompt that a response would have."""
+
+        def count(asked: ResponsesRequest) -> CountedInput:
+            model = self._models.named(asked.model)
+            length = len(self._endpoint.prompts(asked, model).token_ids[0])
+            return CountedInput(input_tokens=length, max_model_len=model.info.max_model_len)
+
+        body = await read_json_body(request.scope, request.receive, self._settings) or b""
+        return json_response(await self._with_conversation(body, request.scope["owner"], count))
+
+    async def _with_conversation(self, body: bytes, owner: str, work: Callable[[ResponsesRequest], T]) -> T:
+        """Return `work` of the request in a body, after the conversation that it continues."""
         request = await run_preparation(body, owner, False, partial(self._endpoint.read, body))
         self._stored.store.stores(request)  # raises FieldError if it cannot be stored
         items: list[bytes] = []
         if (previous := request.previous_response_id) is not None:
             items = await self._before(previous, owner)
 
-        def prepare() -> PreparedRequest[Any]:
-            asked = request.after(ITEMS.validate_json(as_list(items))) if items else request
-            prepared = self._prepare(asked, scope)
-            asked.encoded_items  # noqa: B018  # cached here, off the event loop that stores them
-            return prepared
+        def run() -> T:
+            return work(request.after(ITEMS.validate_json(as_list(items))) if items else request)
 
         if sum(map(len, items)) > _LONG_BYTES:
-            return await LONG_REQUESTS.run(owner, prepare)
-        return await run_preparation(body, owner, True, prepare)
+            return await when_started(partial(LONG_REQUESTS.run, owner, run))
+        return await when_started(partial(run_preparation, body, owner, True, run))
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """Return the conversation up to an earlier response."""
@@ -129,7 +157,8 @@ class ResponseCreation(Generation):
     async def _generate(
         self, prepared: PreparedRequest[Any], context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if not prepared.request.background:
+        ids = prepared.event_ids
+        if not prepared.request.background or (ids is not None and ids.resumes):
             await super()._generate(prepared, context, scope, receive, send)
             return
         builder = ResponseBuilder(prepared, is_stored=True, has_events=bool(prepared.request.stream))
@@ -137,7 +166,7 @@ class ResponseCreation(Generation):
         builder.create()
         stored.task = in_background(asyncio.create_task(self._run(prepared, context, builder)), "a stored response")
         if prepared.request.stream:
-            await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send)
+            await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send, ids)
         else:
             await json_response(builder.object(), headers=prepared.headers())(scope, receive, send)
 
@@ -148,7 +177,7 @@ class ResponseCreation(Generation):
         try:
             async with (
                 Deadline(self._settings.request_timeout_s),
-                aclosing(self._service.run(prepared, context)) as deltas,
+                aclosing(self._models.run(prepared, context)) as deltas,
             ):
                 async for new in deltas:
                     for delta in new:
@@ -242,8 +271,10 @@ async def follow(
     start: int,
     receive: Receive,
     send: Send,
+    ids: EventIds | None = None,
 ) -> None:
     """Send the events of a background response until it ends or its reader leaves."""
+    counts = [] if ids is None else ids.counts()
     async with UntilClientLeaves(receive, send) as send:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         is_over = False
@@ -251,6 +282,7 @@ async def follow(
             while not is_over:
                 events, is_over = await stored.call("events", response_id, owner, start)
                 start += len(events)
+                events = events if ids is None else list(ids.numbered(events, counts, 0))
                 if events:
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 elif not is_over:

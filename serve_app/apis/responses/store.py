@@ -57,8 +57,9 @@ class OneFront:
 
 
 def gone(front: str) -> ApiError:
-    text = f"The front {shortened(front)!r} of this response has ended, and its stored responses with it."
-    return ApiError(404, f"{text} Send the whole conversation as input.", code="response_not_found")
+    text = f"The front {shortened(front)!r} of this response has ended, and its stored responses with it"
+    remedy = "send the request again, for a stream with Last-Event-ID, or the whole conversation as input"
+    return ApiError(404, f"{text}; {remedy}.", code="response_not_found")
 
 
 @dataclass(slots=True, eq=False)

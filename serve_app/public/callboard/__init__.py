@@ -12,12 +12,14 @@ yours. After `import callboard` these names are Callboard's in the whole process
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 TYPE_CHECKING = False  # typing takes long to import
 if TYPE_CHECKING:
+    from types import TracebackType
     from typing import Any
 
     from actors.client import Rollout, RolloutClient
@@ -27,6 +29,18 @@ if TYPE_CHECKING:
     from runtime.text.tool_calls import CallDelta
 
     __version__: str
+
+
+def _report_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print one line for a Ctrl-C that comes while the command loads; other errors have their traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("callboard: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if os.path.basename("".join(sys.argv[:1])) == "callboard" or (sys.argv[:1] == ["-m"] and "callboard" in sys.orig_argv):
+    sys.excepthook = _report_ctrl_c  # in the command alone, and before other modules load
 
 __all__ = [
     "LLM",

@@ -31,15 +31,19 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
-    """One token per byte, with the byte as its id, and <eos> = 256."""
+# Qwen-Coder's marks for texts between others, and for repositories.
+GAP_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE, marks: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte, with the byte as its id, <eos> = 256, and then the marks."""
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in alphabet]
     vocab = {chr(b): b for b in alphabet} | {chr(256 + i): b for i, b in enumerate(others)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<eos>", *marks)])
     return Tokenizer(backend, bos_token_id=None, eos_token_ids=(EOS,), special_tokens={}, chat_template=chat_template)
 
 

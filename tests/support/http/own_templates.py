@@ -43,3 +43,43 @@ def own_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(
         backend, bos_token_id=None, eos_token_ids=(EOS,), special_tokens=special, chat_template=OWN_TEMPLATES[name]
     )
+
+
+# Short templates with the calls and the reasoning of published ones, for the table of model families.
+_TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TOOLS = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }} HOW<|im_end|>\n{% endif %}"
+_EACH = "{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}"
+_JSON_CALL = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+_XML_CALL = (
+    "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+_MARKED_CALL = "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"
+
+
+def _calling(call: str, thinks: bool = False) -> str:
+    opens = (
+        "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}" if thinks else ""
+    )
+    turns = _TURNS.replace("{{ m.content }}", opens + "{{ m.content }}")
+    return (_TOOLS + turns).replace("CALLS", _EACH.replace("CALL", call)).replace("HOW", "")
+
+
+_MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ m.content }}CALLS{{ eos_token }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+).replace("CALLS", _EACH.replace("CALL", _MARKED_CALL))
+SHORT_TEMPLATES = {
+    "granite-4": _calling(_JSON_CALL),
+    "ministral-3": "[SYSTEM_PROMPT]Think within [THINK] and [/THINK].[/SYSTEM_PROMPT]" + _MISTRAL,
+    "mistral-v11": _MISTRAL,
+    "olmo-2": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}<|assistant|>\n",
+    "qwen2": _TURNS.replace("CALLS", ""),
+    "qwen3-coder": _calling(_XML_CALL),
+    "qwen3.5": _calling(_XML_CALL, thinks=True),
+    "smollm3": _calling(_JSON_CALL, thinks=True),
+}

@@ -1,0 +1,80 @@
+"""Output of requests that lost their front or client, for a stream that continues one (C8).
+
+`Request.keeps_output` requests this, and `Request.resumes` takes the tokens up under the same id. The new stream
+continues after them as a stream that moves. Without kept tokens they are computed again, with equal bits.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from runtime.core.request_state import RequestState
+from runtime.spec.types import Request
+
+MAX_TOKENS = 1 << 20  # of all kept requests, with their prompts
+LIFE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The tokens of a request that ended early."""
+
+    request: Request
+    fingerprint: str  # of the model that sampled them
+    token_ids: array[int]
+    num_cached: int  # prompt tokens that were cached
+    ended_at: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.prompt_len + len(self.token_ids)
+
+
+class KeptOutputs:
+    """The latest outputs within the limits, by the id of their choice, which contains its owner."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._outputs: dict[str, Output] = {}  # oldest first
+        self._num_tokens = 0
+
+    def keep(self, request_id: str, state: RequestState, fingerprint: str) -> None:
+        """Keep the output of a request that ends before its end, unless more than tokens must be repeated."""
+        params, token_ids = state.params, state.tokens[state.prompt_len :]
+        has_more = params.logprobs is not None or params.prompt_logprobs is not None or params.routed_experts
+        if not state.request.keeps_output or has_more or not token_ids:
+            return
+        self._drop(request_id)
+        output = Output(_bare(state.request), fingerprint, token_ids, state.num_cached or 0, self._clock())
+        self._outputs[request_id] = output
+        self._num_tokens += output.num_tokens
+        self._forget_old()
+
+    def take(self, request: Request, fingerprint: str) -> Output | None:
+        """Return the kept output of the same request by the same model, and forget it; None without one."""
+        self._forget_old()
+        output = self._outputs.get(request.request_id)
+        if output is None or (output.request, output.fingerprint) != (_bare(request), fingerprint):
+            return None
+        self._drop(request.request_id)
+        return output
+
+    def _forget_old(self) -> None:
+        oldest_time = self._clock() - LIFE_S
+        while (oldest := next(iter(self._outputs), None)) is not None:
+            if self._num_tokens <= MAX_TOKENS and self._outputs[oldest].ended_at >= oldest_time:
+                return
+            self._drop(oldest)
+
+    def _drop(self, request_id: str) -> None:
+        if (output := self._outputs.pop(request_id, None)) is not None:
+            self._num_tokens -= output.num_tokens
+
+
+def _bare(request: Request) -> Request:
+    """Return a request without its id and its output, and with its seed in one place."""
+    params = replace(request.params, seed=None)
+    return replace(request, request_id="", token_ids=request.token_ids[: request.prompt_len], params=params)

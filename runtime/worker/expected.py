@@ -1,0 +1,54 @@
+"""The facts about a model and the memory that it takes, before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from runtime.loading.resolve import resolve
+from runtime.quant.at_load import quantized_at_load
+from runtime.quant.model_formats import format_names
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import Shard
+from runtime.worker.memory import plan_memory
+from runtime.worker.runner import choose_numerics
+from runtime.worker.sources import CheckpointSource
+
+_PROCESSES_BYTES = 1 << 29  # of an engine's processes beside the plan: interpreters and libraries
+
+
+class Expected(NamedTuple):
+    """A model before its first engine."""
+
+    info: ModelInfo  # without a fingerprint
+    num_bytes: int  # of memory for one engine on a CPU; 0 if it computes on GPUs
+
+
+def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected:
+    """Plan a model on a machine with `most_bytes` for models; the weights are not read.
+
+    Raises CallboardError with the sizes if it does not fit."""
+    own = replace(config, device="cpu", kernel_backend="auto") if gpu else config
+    source = CheckpointSource(resolve(config.model, config.revision))
+    numerics, size = choose_numerics(own), config.tensor_parallel_size
+    spec = quantized_at_load(source.spec, own, "cpu").of_rank(Shard(0, size))
+    available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
+    plan = plan_memory(own.sized_for("cpu"), spec, numerics, available)
+    num_bytes = plan.total * size + _PROCESSES_BYTES
+    if config.has_draft_model:
+        num_bytes += expected_model(config.draft_config(), gpu, most_bytes - num_bytes).num_bytes
+    info = ModelInfo(
+        fingerprint="",
+        vocab_size=spec.whole.vocab_size,
+        max_model_len=(config.max_model_len or spec.max_positions) if gpu else plan.max_model_len,
+        eos_token_ids=source.eos_token_ids,
+        num_kv_blocks=plan.num_kv_blocks,
+        block_size=plan.block_size,
+        dtype=numerics.dtype_name,
+        device="cuda" if gpu else "cpu",
+        weight_formats=format_names(spec, numerics),
+        makes_text=spec.makes_text,
+        can_sleep=config.sleep_mode,
+        pooling=source.pooling(config.pooling),
+    )
+    return Expected(info, 0 if gpu else num_bytes)

@@ -1,0 +1,229 @@
+"""The replica of Serve with HTTP, text and tokens, for all models of an application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from actors.front.engine_group import EngineGroup
+from actors.front.from_zero import ScaleFromZero
+from actors.ray.directory import RayDirectory, has_healthy_engine
+from actors.ray.environment import FAST_SERVE
+from actors.ray.names import engines_of
+from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
+from actors.ray.room import Room, lacks_resources
+from runtime.background import in_background
+from runtime.loading.resolve import resolve
+from runtime.spec.types import CallboardError
+from runtime.structured.compiler import GrammarCompiler
+from runtime.text.chat import load_tokenizer
+from runtime.text.sampling_defaults import SamplingDefaults
+from serve_app.apis.batches.worker import Batches
+from serve_app.apis.chat.endpoint import CHAT, message_delta
+from serve_app.apis.completions.endpoint import COMPLETIONS
+from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
+from serve_app.apis.responses.store import ResponseStore, StoredResponses
+from serve_app.application import build_http_app
+from serve_app.http.lanes import run_preparation
+from serve_app.observability.line_pipe import line_writer
+from serve_app.observability.ray_metrics import RayMetrics
+from serve_app.observability.request_line import RequestLines
+from serve_app.processes.application_processes import http_host, kill_any
+from serve_app.protocol.answers import encode_json
+from serve_app.protocol.prepared_request import PreparedRequest
+from serve_app.service.endpoint import Endpoint
+from serve_app.service.models import Models, when_started
+from serve_app.service.service import Service
+from serve_app.service.sleep import ModelSleep
+from serve_app.settings import HttpSettings, ModelSettings
+
+logger = logging.getLogger("ray.serve")
+
+
+class Front:
+    """One Serve replica: HTTP, text and tokens, and a link to each engine. All fronts share the engines."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, models: Sequence[ModelSettings], settings: HttpSettings, engines: Sequence[DeploymentHandle[Any]]
+    ) -> None:
+        """Returns at once at the first start; /ready then reports the phase. Beside serving fronts, it returns when
+        it can serve too.
+
+        Args:
+            models: the models; the first one takes requests without a name.
+            engines: the deployment of each model's engines, which fronts reach over sockets."""
+        ignore_logging_errors()
+        missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
+        if missing:
+            logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
+        app_name = serve.get_replica_context().app_name
+        settings.check_extras()
+        self._settings = settings
+        self._groups: dict[str, EngineGroup] = {}
+        sleepers = {model.names[0]: model for model in models if model.scaling.sleeps}
+
+        async def is_short(name: str) -> bool:
+            model = sleepers[name]
+            return await lacks_resources(f"SERVE_REPLICA::{app_name}#{model.deployment}#", [*model.bundles])
+
+        self._room = Room(sleeping := dict[str, EngineGroup](), is_short)
+        for model, handle in zip(models, engines, strict=True):
+            name = model.names[0]
+            wake = partial(_wake, handle, self._room, name)
+            zero = ScaleFromZero.of(model.config, wake, model.expected) if name in sleepers else None
+            directory = RayDirectory(engines_of(app_name, model.config, model.deployment))
+            self._groups[name] = EngineGroup(directory, zero, settings.routing_policy)
+        sleeping.update({name: self._groups[name] for name in sleepers})
+        grammars = GrammarCompiler()
+        self._models = Models([self._service_of(model, grammars) for model in models])
+        fronts = RayFronts()
+        store = ResponseStore(settings, fronts.own)
+        self.responses = StoreOnLoop(store)
+        stored = StoredResponses(store, fronts)
+        self._batches = Batches(settings)
+
+        async def kill(role: str) -> dict[str, object]:
+            killed = await asyncio.to_thread(kill_any, app_name, role, settings)
+            return {"engine": killed.engine, "pid": killed.pid}
+
+        self._app = build_http_app(
+            self._models, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
+        )
+        self._start = asyncio.create_task(self._connect(models))
+        if await has_healthy_engine(engines_of(app_name)):  # of any model
+            await self._start
+
+    def _service_of(self, model: ModelSettings, grammars: GrammarCompiler) -> Service:
+        config, (name, *aliases), settings = model.config, model.names, self._settings
+        draft = Path(config.draft).name if config.draft else None  # without its folder
+        waits = lambda: self._room.waits.get(name, "")  # noqa: E731
+        group = self._groups[name]
+        sleep = ModelSleep(group, model.scaling.idle_sleep, waits)
+        service = Service(group, None, name, draft, aliases, config, grammars, sleep)
+        service.metrics.lines = RequestLines(name, line_writer()) if settings.request_log else None
+        if settings.otlp_traces_endpoint is not None:
+            from serve_app.observability.tracing import Tracing
+
+            service.metrics.add_sink(Tracing.to(name, settings.otlp_traces_endpoint))
+        return service
+
+    async def _connect(self, models: Sequence[ModelSettings]) -> None:
+        with report_faults("A front"):
+            await self._load(models)
+
+    async def _load(self, models: Sequence[ModelSettings]) -> None:
+        if any(model.config.weight_updates for model in models):
+            self._settings.check_weight_updates(await asyncio.to_thread(http_host))
+        await asyncio.gather(*(self._open(service, model) for service, model in zip(self._models, models, strict=True)))
+        self._models.first.grammars.start()
+        self._batches.start()
+        context = serve.get_replica_context()
+        is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # it publishes engines' figures
+        published: dict[str, Any] = {}
+        for service in self._models:
+            ray_metrics = RayMetrics(service.model, context.replica_id.unique_id, published)
+            reporting = asyncio.create_task(service.metrics.run(ray_metrics, is_first))
+            in_background(reporting, "the report of metrics")
+        freeze_garbage()
+
+    async def _open(self, service: Service, model: ModelSettings) -> None:
+        """Serve a model from now on. The first one, and each that never sleeps, has its engine then."""
+        config, group = model.config, self._groups[service.model]
+        path = await asyncio.to_thread(resolve, config.model, config.revision)
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer,
+            path,
+            config.chat_template,
+            config.tool_call_parser,
+            config.channel_grammar,
+            config.plain_tool_calls,
+            config.special_tokens_in_contents,
+        )
+        defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
+        if service is self._models.first or not model.scaling.sleeps:
+            await group.start()
+        else:
+            group.follow()
+        await asyncio.to_thread(service.start, tokenizer, defaults)  # the chat template is compiled
+
+    def check_health(self) -> None:
+        """Raise the error of a failed start, such as an unreadable tokenizer; Serve then replaces this replica."""
+        if self._start.done():
+            self._start.result()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return self._app
+
+    async def tool_call_format(self) -> str | None:
+        """Return the format of tool calls, as --tool-call-parser names it; None without one."""
+
+        def find() -> str | None:
+            chats = self._models.named(None).chats
+            return None if chats is None else chats.tool_call_format
+
+        return await asyncio.to_thread(find)  # a child process runs the template
+
+    async def drain(self, reason: str) -> int:
+        """Refuse new requests from now on, for `reason`, and return the number of live ones, which go on.
+
+        Requests of batches end here; the next front that runs the batch sends them again."""
+        self._batches.stop()
+        return sum(group.drain(reason) for group in self._groups.values())
+
+    async def end(self, reason: str) -> None:
+        """End all live requests with an error, for `reason`."""
+        for group in self._groups.values():
+            group.end(reason)
+
+    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Pause the engines of the first model, or update their weights, for another Ray job.
+
+        docs/rollouts.md has the calls. Returns the answers of the engines by their ids. Raises WeightsRefused and
+        CallboardError."""
+        return await self._groups[self._models.first.model].weights(call, body)
+
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer a request of another Ray job; docs/handle_call.py shows a caller.
+
+        `body` is that of /v1/completions or, with messages, of /v1/chat/completions. Yields {"index", "text",
+        "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
+        content = encode_json(body)
+        endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
+
+        def prepare() -> PreparedRequest[Any]:
+            return self._models.prepare(endpoint, endpoint.read(content))
+
+        prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
+        async with aclosing(self._models.run(prepared)) as deltas:
+            async for new in deltas:
+                for delta in new:
+                    yield {
+                        "index": delta.index,
+                        "text": delta.text,
+                        "token_ids": delta.token_ids,
+                        "finish_reason": delta.finish_reason,
+                        "seed": prepared.requests[delta.index].seed,
+                        **message_delta(delta),
+                    }
+
+
+async def _wake(engines: DeploymentHandle[Any], room: Room, model: str) -> None:
+    """Wait until an engine exists, at the cost of idle ones; raises CallboardError if none can start."""
+    making = in_background(asyncio.create_task(room.make(model)), "room for an engine")
+    try:
+        await engines.wake.remote()
+    except DeploymentUnavailableError as e:
+        raise CallboardError("No engine could be started; see the log of the Serve controller.") from e
+    finally:
+        making.cancel()

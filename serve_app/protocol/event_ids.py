@@ -1,0 +1,211 @@
+"""Ids of a stream's events, by which a client takes up a stream that broke, on any front.
+
+The header `X-Callboard-Event-Ids: true` requests them. An id names the answer and its seeds, so the same request with
+`Last-Event-ID` gives the same tokens (C4). The stream then has one token in each delta. So its events depend on the
+tokens alone, not on their arrival, and an id needs only the numbers of events before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from random import Random
+from typing import Any
+
+import msgspec
+
+from runtime.output.fields import invalid, shown
+from runtime.output.message_parser import MessageFormat
+from runtime.output.processor import Delta
+from runtime.spec.types import FinishReason, RequestOutput, Verified
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.prepared_request import PreparedRequest, R
+from serve_app.protocol.sse import EventStream
+
+WANTED, LAST = b"x-callboard-event-ids", b"last-event-id"  # headers
+_MAX_CHOICES = 64  # each has its number in every id
+_DIGEST_BYTES = 8
+_TURN = 64  # tokens of one output after which other tasks run
+_ID = re.compile(r"([A-Za-z0-9._:-]{1,300})\.([0-9a-f]{16})\.(\d{1,19}(?:-\d{1,19})*)\.(\d{1,10}(?:-\d{1,10})*)")
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """A place in a stream."""
+
+    answer_id: str
+    digest: str  # of what determines the tokens
+    seeds: tuple[int, ...]  # one, or one for each prompt
+    counts: tuple[int, ...]  # events up to this one; with several choices before them, of each, and after them
+
+    @classmethod
+    def of(cls, text: str) -> EventId:
+        """Return the id in a text; raises FieldError."""
+        if (match := _ID.fullmatch(text)) is None:
+            raise invalid("Last-Event-ID", f"is {shown(text)}, which is no id of this server; send an event's id")
+        seeds, counts = (tuple(map(int, part.split("-"))) for part in match.groups()[2:])
+        return cls(match[1], match[2], seeds, counts)
+
+
+class EventIds:
+    """Gives the events of one stream their ids, and leaves out the events that its client has."""
+
+    def __init__(self, prepared: PreparedRequest[Any], last: EventId | None) -> None:
+        """`last` is the client's last event; None at the stream's start. Raises ApiError for one of another stream."""
+        num_choices, seed = len(prepared.requests), prepared.seed
+        digest = _digest(prepared)
+        self._seen = (0,) * (1 if num_choices == 1 else num_choices + 2)
+        if last is not None:
+            if (last.digest, len(last.counts)) != (digest, len(self._seen)):
+                raise _mismatch()
+            self._seen = last.counts
+        seeds = "-".join(map(str, seed if isinstance(seed, list) else [seed]))
+        self._head = f"id: {prepared.id}.{digest}.{seeds}."
+        self.resumes = last is not None
+
+    def message_format(self, form: MessageFormat | None, index: int) -> MessageFormat | None:
+        """Return the format of choice `index`, with ids of its calls that are the same when it is taken up."""
+        if form is None or form.tools is None:
+            return form
+        return replace(form, tools=replace(form.tools, token_hex=self.token_hex(f"choice {index}")))
+
+    def token_hex(self, part: str) -> Callable[[int], str]:
+        """Return a source of random ids for a part of the answer, the same whenever the stream is taken up."""
+        random = Random(f"{self._head} {part}")
+        return lambda num_bytes: random.randbytes(num_bytes).hex()
+
+    def counts(self) -> list[int]:
+        """Return the counts of no events, for `numbered`."""
+        return [0] * len(self._seen)
+
+    def stream(self, stream: EventStream) -> EventStream:
+        return _NumberedStream(stream, self)
+
+    def numbered(self, events: Iterable[bytes], counts: list[int], at: int) -> Iterator[bytes]:
+        """Yield events with their ids, without the events before the place. `at` is the index of their count."""
+        for event in events:
+            counts[at] += 1
+            if counts[at] > self._seen[at]:
+                seen = "-".join(str(max(pair)) for pair in zip(counts, self._seen, strict=True))
+                yield b"%b%b\n%b" % (self._head.encode(), seen.encode(), event)
+
+
+class _NumberedStream(EventStream):
+    """A stream with an id at each event."""
+
+    def __init__(self, stream: EventStream, ids: EventIds) -> None:
+        self._stream, self._ids = stream, ids
+        self._counts = ids.counts()
+        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping is not a part of the answer
+
+    def first(self) -> bytes:
+        return self._numbered(self._stream.first(), 0)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        return b"".join(self._numbered(self._stream.events([delta]), 1 + delta.index) for delta in deltas)
+
+    def is_long(self, deltas: list[Delta]) -> bool:
+        return self._stream.is_long(deltas)
+
+    def last(self) -> bytes:
+        return self._numbered(self._stream.last(), -1)
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return an error without an id, so the stream can be taken up after its last event."""
+        return self._stream.failed(error)
+
+    def _numbered(self, events: bytes, at: int) -> bytes:
+        place = at % len(self._counts)
+        each = (event + b"\n\n" for event in events.split(b"\n\n")[:-1])
+        return b"".join(self._ids.numbered(each, self._counts, place))
+
+
+def with_event_ids(
+    headers: dict[bytes, bytes], request: R, prepare: Callable[[R, str], PreparedRequest[R]]
+) -> PreparedRequest[R]:
+    """Return the prepared request of a stream, with event ids if its headers want them; raises FieldError or ApiError.
+
+    `prepare` takes the request and the id of its answer, which is empty for a new one."""
+    last = EventId.of(headers[LAST].decode("latin-1")) if LAST in headers else None
+    if last is None and headers.get(WANTED, b"").lower() != b"true":
+        return prepare(request, "")
+    if last is not None:
+        if not request.stream:
+            raise invalid("Last-Event-ID", "is only allowed when stream is true")
+        if len(last.seeds) not in (1, request.num_prompts()):
+            raise _mismatch()
+        seeds = last.seeds[0] if len(last.seeds) == 1 else list(last.seeds)
+        prepared = prepare(request.model_copy(update={"seed": seeds}), last.answer_id)
+    else:
+        prepared = prepare(request, "")
+        if not request.stream:
+            return prepared
+    if len(prepared.requests) > _MAX_CHOICES:
+        raise invalid("X-Callboard-Event-Ids", f"allows {_MAX_CHOICES} choices, and here are {len(prepared.requests)}")
+    ids = EventIds(prepared, last)
+    requests = [replace(each, keeps_output=True, resumes=ids.resumes) for each in prepared.requests]
+    return replace(prepared, requests=requests, event_ids=ids)
+
+
+def _mismatch() -> ApiError:
+    text = "Last-Event-ID belongs to another request, model or server version; send the request without it."
+    return ApiError(400, text, param="Last-Event-ID", code="event_id_mismatch")
+
+
+def _digest(prepared: PreparedRequest[Any]) -> str:
+    facts = version("callboard"), prepared.id, prepared.model.fingerprint, repr(prepared.prompts.grammar)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES)
+    for request in prepared.requests[:: prepared.num_choices]:
+        digest.update(array("i", request.token_ids))
+        digest.update(msgspec.msgpack.encode((request.prompt_len, request.seed, replace(request.params, seed=None))))
+    return digest.hexdigest()
+
+
+async def by_token(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs of one request with one token each."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            for i, part in enumerate(_parts(output)):
+                if i % _TURN == _TURN - 1:
+                    await asyncio.sleep(0)
+                yield part
+
+
+def _parts(output: RequestOutput) -> Iterator[RequestOutput]:
+    num_tokens = len(output.token_ids)
+    if output.prompt_logprobs and num_tokens:  # they may also arrive alone
+        yield replace(output, token_ids=[], logprobs=[], finish_reason=FinishReason.NONE, verified=None)
+        output = replace(output, prompt_logprobs=(), num_cached=0)
+    if num_tokens <= 1:
+        yield output
+        return
+    verified = _verified_by_token(output)
+    for i in range(num_tokens):
+        part = replace(
+            output,
+            token_ids=output.token_ids[i : i + 1],
+            logprobs=output.logprobs[i : i + 1],
+            verified=verified[i] or None,
+            num_cached=output.num_cached if i == 0 else 0,
+        )
+        if i < num_tokens - 1:
+            part.finish_reason, part.stop_token_id, part.error = FinishReason.NONE, None, ""
+            part.routed_experts = None
+        yield part
+
+
+def _verified_by_token(output: RequestOutput) -> list[list[Verified]]:
+    """Return the verified draft tokens of each token; rejected ones count for the token after the accepted ones."""
+    found: list[list[Verified]] = [[] for _ in output.token_ids]
+    for at, num_draft_tokens, num_accepted in output.verified or ():
+        for i in range(at, at + num_accepted):
+            found[i].append(Verified(0, 1, 1))
+        if num_rejected := num_draft_tokens - num_accepted:
+            found[min(at + num_accepted, len(found) - 1)].append(Verified(0, num_rejected, 0))
+    return found
