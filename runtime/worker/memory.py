@@ -126,8 +126,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         max_model_len = capacity = block_size
         largest = room // kv_cache.bytes_per_token - block_size
     else:
-        block_size = config.block_size
-        block_bytes = kv_cache.bytes_per_block(block_size)
+        block_bytes = kv_cache.bytes_per_block(block_size := config.block_size)
         context_blocks = kv_cache.most_blocks(longest, block_size, num_tokens)
         if wanted and config.kv_cache_memory is None:  # the default on a CPU grows for the context
             budget = max(budget, min(room, (context_blocks + 1) * block_bytes))
