@@ -88,7 +88,8 @@ _O = TypeVar("_O", bound=Options)
 
 def read_options(kind: type[_O], values: dict[str, Any]) -> _O:
     """Return options from keywords. Raises FieldError for the first invalid one."""
-    values = {name: integer(value, name) if is_integer(value) else value for name, value in values.items()}
+    others = {name: value for name, value in values.items() if type(value) is not int and is_integer(value)}
+    values = values | {name: integer(value, name) for name, value in others.items()}
     try:
         return kind.model_validate(values)
     except ValidationError as e:

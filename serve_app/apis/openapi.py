@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from serve_app.protocol.operation import ApiRoute, Operation
@@ -70,7 +69,8 @@ def document(routes: Iterable[object], settings: HttpSettings) -> dict[str, Any]
 
 def _schemas(operations: list[Operation]) -> dict[str, Any]:
     """Return the schemas of requests, from the models that check them, and of answers, by their names."""
-    answers = {a for op in operations for a in (op.answer, op.unready, op.error) if a is not None}
+    used = (a for op in operations for a in (op.answer, *op.others, op.unready, op.error))
+    answers = {_named(answer) for answer in used if answer is not None}
     requests = {model for op in operations for model in (*op.requests, op.form) if model is not None}
     models = sorted(requests, key=lambda model: model.__name__)
     template = f"{_REF}{{model}}"
@@ -81,7 +81,9 @@ def _schemas(operations: list[Operation]) -> dict[str, Any]:
 
 
 def _described(path: str, op: Operation, settings: HttpSettings) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if op.answer is None else _json(op.answer)
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if op.answer is not None:
+        content = _json(op.answer, *op.others)
     if op.streams:  # described by one of its events, as tools expect
         content[op.media_type] = {"schema": _EVENT if op.media_type == "text/event-stream" else {}}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
@@ -123,6 +125,15 @@ def _parameters(path: str, op: Operation) -> list[dict[str, Any]]:
     return parameters
 
 
-def _json(*models: type[BaseModel] | type[msgspec.Struct]) -> dict[str, Any]:
-    refs = [{"$ref": f"{_REF}{model.__name__}"} for model in models]
+def _json(*models: Any) -> dict[str, Any]:
+    """Return the content of one of these models, or of lists of them."""
+    refs: list[dict[str, Any]] = []
+    for model in models:
+        ref = {"$ref": f"{_REF}{_named(model).__name__}"}
+        refs.append({"type": "array", "items": ref} if get_origin(model) is list else ref)
     return {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
+
+
+def _named(model: Any) -> Any:
+    """Return the model of a list's items, or the model itself."""
+    return get_args(model)[0] if get_origin(model) is list else model

@@ -73,7 +73,8 @@ async function read() {
   } catch (error) {
     return ['waiting', 'Not ready', error.message];
   }
-  const [name, phase] = [cards.length > 1 ? '' : shortName(served), told.phase?.split(';')[0]];
+  const phases = told.phases ?? { [base()]: told.phase };
+  const [name, phase] = [cards.length > 1 ? '' : shortName(served), phases[base()]?.split(';')[0]];
   return phase ? ['waiting', [name, phase].filter(Boolean).join(', '), ''] : ['ready', name, ''];
 }
 
@@ -100,4 +101,5 @@ function option(card) {
   return element('option', { value: card.id }, (isAlone ? shortName(card) : card.id) + (card.parent ? ' (adapter)' : ''));
 }
 
+const base = () => served.parent ?? served.root; // the model itself, for an alias or an adapter
 const shortName = ({ id }) => id.split('/').at(-1);

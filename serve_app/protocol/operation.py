@@ -15,7 +15,7 @@ GENERATION = (*BODY, 404, 429, 503, 504)
 WHOLE_ANSWERS = (*GENERATION, 499)  # an aborted request ends as an error
 ENGINES = (403, 503, 504)  # it waits for all engines
 
-Answer = type[msgspec.Struct]
+Answer = type[Any]  # a msgspec.Struct, or a list of one
 
 
 class ErrorObject(msgspec.Struct):
@@ -44,6 +44,7 @@ class Operation:
     error: Answer = Error
     method: str = ""  # default: POST with a body, GET without
     needs_body: bool = True  # false if a request may leave out its body
+    others: tuple[Any, ...] = ()  # other types of the answer, also list[TYPE]
     query: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # in place of JSON
 

@@ -106,6 +106,18 @@ def test_any_model_or_adapter_can_be_chosen(visit, named):
     page.wait_for_selector("#output-note:text('tokens')")
 
 
+def test_the_dot_is_of_the_chosen_model(visit, named):
+    sleeping = {"status": "ready", "phase": "b: asleep.", "phases": {"b": "asleep; the next request starts an engine"}}
+    page = visit()
+    page.route("**/ready", lambda route: route.fulfill(json=sleeping))
+    page.evaluate("dispatchEvent(new Event('online'))")
+    page.wait_for_selector("#server[data-state=ready]")
+    sleeping["phases"] = {"library/tiny-model": "asleep; the next request starts an engine"}
+    page.evaluate("dispatchEvent(new Event('online'))")
+    page.wait_for_selector("#server[data-state=waiting]")
+    assert page.inner_text("#model") == "asleep"
+
+
 def test_a_model_that_has_gone_is_not_chosen(visit, named):
     page = visit()
     page.select_option("#models", "poet")

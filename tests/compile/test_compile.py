@@ -16,7 +16,7 @@ pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 232_448  # of one block on sm_90
-# Kernel -> bytes a thread may spill with Triton 3.6, 3.7 or 3.9; all others none. Spills that measured faster than smaller
+# Kernel -> bytes a thread may spill with Triton 3.6 to 3.9; all others none. Spills that measured faster than smaller
 # tiles. Attention over heads of 128 and products of a few rows hold more values than there are registers. For experts
 # with many rows, two programs share a multiprocessor's registers; of chunks of the delta rule, three. Rows of 28,672
 # values are quantized whole while a model is loaded.

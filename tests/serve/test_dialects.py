@@ -237,3 +237,20 @@ async def test_older_and_other_names_of_fields():
     assert same.status_code == 200, same.text
     other = await post(CHAT, guided_grammar=grammar, structured_outputs={"grammar": "root ::= [0-9]"})
     assert "constrains the output as" in error_of(other)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": "a", "seed": 1 << 80}),
+        ("/completion", {"prompt": "a", "top_k": 1 << 80}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "seed": -(1 << 80)}),
+        ("/api/generate", {"model": MODEL, "prompt": "a", "options": {"seed": 1 << 80}}),
+        ("/api/chat", {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "options": {"seed": 1 << 80}}),
+        ("/v1/messages", {"max_tokens": 1 << 80, "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "seed": 1 << 80}),
+    ],
+)
+async def test_integers_of_more_than_64_bits_are_refused(path: str, body: dict):
+    async with client_of(FakeEngine(), byte_tokenizer(QWEN)) as client:
+        assert (await client.post(path, json=body)).status_code == 400

@@ -157,7 +157,8 @@ async def test_a_refused_start_is_the_answer(server: Server):
 
 async def test_ready_names_the_sleeping_models(server: Server):
     ready = (await server.http.get("/ready")).json()
-    assert ready == {"status": "ready", "phase": "b: scaled to zero; the next request starts an engine."}
+    phase = "scaled to zero; the next request starts an engine"
+    assert ready == {"status": "ready", "phase": f"b: {phase}.", "phases": {"b": phase}}
     await server.b.started()
     assert (await server.http.get("/ready")).json() == {"status": "ready"}
 

@@ -41,6 +41,7 @@ class LlamaEndpoint(Endpoint[LlamaCompletion]):
         WHOLE_ANSWERS,
         streams=True,
         error=LlamaError,
+        others=(list[LlamaText],),
     )
 
     def read(self, body: bytes) -> LlamaCompletion:

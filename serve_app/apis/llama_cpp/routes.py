@@ -35,7 +35,7 @@ def llama_cpp_routes(models: Models, settings: HttpSettings) -> list[Route]:
 
     return [
         route("/props", facts, "The model, in llama.cpp's form", LlamaProps, **errors),
-        route("/slots", all_slots, "A front's requests, as a list of llama.cpp's slots", LlamaSlot, **errors),
+        route("/slots", all_slots, "A front's requests, in llama.cpp's form", list[LlamaSlot], **errors),
         route(
             "/apply-template",
             template,

@@ -43,6 +43,7 @@ class TokenizerInfo(Struct):
 class Health(Struct, omit_defaults=True, kw_only=True):
     status: Literal["ok", "ready"]
     phase: str | None = None  # only without an engine that computes
+    phases: dict[str, str] = {}  # of each such model, by its name, if there are several models
 
 
 class Unhealthy(Struct):

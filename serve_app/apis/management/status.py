@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Literal
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request as HttpRequest
@@ -50,20 +51,21 @@ class StatusRoutes:
     async def health(self, request: HttpRequest) -> Response:
         if reason := self._models.health():
             return error_response(unavailable(reason), status="unavailable", reason=redacted(reason))
-        return json_response(Health(status="ok", phase=self._phase()))
+        return json_response(self._health("ok"))
 
     async def ready(self, request: HttpRequest) -> Response:
         if reason := self._models.health():
             status = "loading" if self._models.first.loading else "unavailable"
             return error_response(unavailable(reason), status=status, phase=redacted(reason))
-        return json_response(Health(status="ready", phase=self._phase()))
+        return json_response(self._health("ready"))
 
-    def _phase(self) -> str | None:
-        """Return the phases of models without a computing engine; None if each has one."""
+    def _health(self, status: Literal["ok", "ready"]) -> Health:
+        """Return the state with the phases of models that no engine computes."""
         phases = {service.model: phase for service in self._models if (phase := _phase_of(service)) is not None}
-        if len(phases) == len(list(self._models)) and len(set(phases.values())) == 1:
-            return next(iter(phases.values()))
-        return " ".join(f"{model}: {phase}." for model, phase in phases.items()) or None
+        if len(list(self._models)) == 1:
+            return Health(status=status, phase=next(iter(phases.values()), None))
+        texts = [f"{model}: {phase}." for model, phase in phases.items()]
+        return Health(status=status, phase=" ".join(texts) or None, phases=phases)
 
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(await self._models.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -71,7 +71,15 @@ def tokenization_routes(models: Models, settings: HttpSettings) -> list[Route]:
     kinds = TokenizeTextRequest, TokenizeChatRequest, TokenizeContentRequest
     errors = (*BODY, 404, 503)
     return [
-        route("/tokenize", to_ids, "The token ids of a text or of a chat's prompt", Tokenized, kinds, errors),
+        route(
+            "/tokenize",
+            to_ids,
+            "The token ids of a text or of a chat's prompt",
+            Tokenized,
+            kinds,
+            errors,
+            others=(ContentTokens,),
+        ),
         route("/detokenize", to_text, "The text of token ids", Detokenized, (DetokenizeRequest,), errors),
         route("/tokenizer_info", info, "The tokenizer's settings", TokenizerInfo, errors=(503,)),
     ]

@@ -43,7 +43,7 @@ class LlamaEmbeddingEndpoint(PooledEndpoint[LlamaEmbeddingRequest]):
     paths, request_type, id_prefix = ("/embedding", "/embeddings"), LlamaEmbeddingRequest, "embd-"
     operation = Operation(
         "Vectors of texts, in llama.cpp's form",
-        LlamaEmbedding,
+        list[LlamaEmbedding],
         (LlamaEmbeddingRequest,),
         WHOLE_ANSWERS,
         error=LlamaError,
