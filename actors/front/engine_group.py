@@ -246,11 +246,13 @@ class EngineGroup:
         if prompt is None:
             prompt = self._last_prompt
             uses_cache = self._uses_cache(stream)
-            wanted = request.cache_salt, uses_cache, request.adapter
-            if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
-                salt, adapter, session = request.cache_salt, request.adapter, request.session
-                own: dict[str, Any] = {"colocate": request.params.pooled, "adapter": adapter, "session": session}
-                prompt = Prompt(request.token_ids, salt, uses_cache, **own)
+            salt, adapter, session = request.cache_salt, request.adapter, request.session
+            known = prompt.salt, prompt.uses_cache, prompt.adapter
+            if prompt.token_ids is not request.token_ids or known != (salt, uses_cache, adapter):
+                colocate = request.params.pooled
+                prompt = Prompt(
+                    request.token_ids, salt, uses_cache, adapter=adapter, colocate=colocate, session=session
+                )
                 self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])

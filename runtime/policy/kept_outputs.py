@@ -43,11 +43,12 @@ class KeptOutputs:
 
     def keep(self, request_id: str, state: RequestState, fingerprint: str) -> None:
         """Keep the output of a request that ends before its end, unless more than tokens must be repeated."""
-        params, token_ids = state.params, state.tokens[state.prompt_len :]
+        params = state.params
         has_more = params.logprobs is not None or params.prompt_logprobs is not None or params.routed_experts
-        if not state.request.keeps_output or has_more or not token_ids:
+        if not state.request.keeps_output or has_more or len(state.tokens) == state.prompt_len:
             return
         self._drop(request_id)
+        token_ids = state.tokens[state.prompt_len :]
         output = Output(_bare(state.request), fingerprint, token_ids, state.num_cached or 0, self._clock())
         self._outputs[request_id] = output
         self._num_tokens += output.num_tokens
