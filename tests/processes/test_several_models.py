@@ -61,7 +61,7 @@ def test_idle_models_sleep_and_wake_up(client):
     until(lambda: loaded(http) == {"a"})
     http.post("/api/generate", json={"model": "a", "keep_alive": 0})
     asleep = "scaled to zero; the next request starts an engine"
-    until(lambda: http.get("/ready").json().get("phase") == asleep)
+    until(lambda: http.get("/ready").json().get("phases") == {"a": asleep, "b": asleep})
     assert not loaded(http)
 
 
