@@ -77,14 +77,16 @@ class Front:
             model = sleepers[name]
             return await lacks_resources(f"SERVE_REPLICA::{app_name}#{model.deployment}#", [*model.bundles])
 
-        self._room = Room(sleeping := dict[str, EngineGroup](), is_short)
+        sleeping: dict[str, EngineGroup] = {}
+        self._room = Room(sleeping, is_short)
         for model, handle in zip(models, engines, strict=True):
             name = model.names[0]
             wake = partial(_wake, handle, self._room, name)
             zero = ScaleFromZero.of(model.config, wake, model.expected) if name in sleepers else None
             directory = RayDirectory(engines_of(app_name, model.config, model.deployment))
             self._groups[name] = EngineGroup(directory, zero, settings.routing_policy)
-        sleeping.update({name: self._groups[name] for name in sleepers})
+            if name in sleepers:
+                sleeping[name] = self._groups[name]
         grammars = GrammarCompiler()
         self._models = Models([self._service_of(model, grammars) for model in models])
         fronts = RayFronts()
@@ -107,9 +109,8 @@ class Front:
     def _service_of(self, model: ModelSettings, grammars: GrammarCompiler) -> Service:
         config, (name, *aliases), settings = model.config, model.names, self._settings
         draft = Path(config.draft).name if config.draft else None  # without its folder
-        waits = lambda: self._room.waits.get(name, "")  # noqa: E731
         group = self._groups[name]
-        sleep = ModelSleep(group, model.scaling.idle_sleep, waits)
+        sleep = ModelSleep(group, model.scaling.idle_sleep, partial(self._room.wait_of, name))
         service = Service(group, None, name, draft, aliases, config, grammars, sleep)
         service.metrics.lines = RequestLines(name, line_writer()) if settings.request_log else None
         if settings.otlp_traces_endpoint is not None:

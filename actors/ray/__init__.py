@@ -37,5 +37,6 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
                                             ray.serve._private that workers import
     placement.free_resources                ray._private.state.available_resources_per_node
     room.lacks_resources                    that Serve names a replica's placement group as the replica
-    serve_app/processes                     ray._private.worker._global_node, and titles of Ray's processes
+    names.default_weight_store              ray._private.worker._global_node
+    serve_app/processes                     titles of Ray's processes, and the folder and names of their logs
 """

@@ -55,6 +55,10 @@ class Room:
         self._others, self._is_short = others, is_short
         self.waits: dict[str, str] = {}  # why a model waits, by its name
 
+    def wait_of(self, model: str) -> str:
+        """Return why a model waits, empty if it does not."""
+        return self.waits.get(model, "")
+
     async def make(self, model: str) -> None:
         """End idle engines of other models while `model` lacks resources. Runs until it is cancelled."""
         ending: str | None = None

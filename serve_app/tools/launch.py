@@ -49,7 +49,7 @@ def _claude(served: Served) -> Start:
     variables |= {"ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": served.key}
     # The program's own number is 32,000, which must fit into the context with its prompt.
     variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(32_000, served.context // 4))
-    # Its two limits count no pings, and a CPU reads its first prompt for more than their 5 and 10 minutes.
+    # A CPU may read the first prompt for longer than the program's own limits, 5 and 10 minutes.
     variables |= dict.fromkeys(("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS"), "3600000")
     variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
     return Start([], variables, ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"))
