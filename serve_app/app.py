@@ -24,10 +24,11 @@ from actors.ray.placement import (
     bundles,
     computes,
     default_fronts,
-    free_resources,
     has_room,
     uses_gpu,
 )
+from actors.ray.private import deployment as serve_deployment
+from actors.ray.private import free_resources
 from actors.ray.process import ignore_logging_errors
 from runtime.inspection import check_model
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -136,7 +137,7 @@ def application_of(
     free = free_resources()
 
     def deployment(cls: Any, name: str, wanted: list[dict[str, float]], **options: Any) -> Any:
-        return serve.deployment(
+        return serve_deployment(
             cls,
             name=name,
             # With room, new replicas of an update start before old ones end.

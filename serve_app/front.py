@@ -21,6 +21,7 @@ from actors.front.from_zero import ScaleFromZero
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
+from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
@@ -39,7 +40,7 @@ from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.observability.request_line import RequestLines
-from serve_app.processes.application_processes import http_host, kill_any
+from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
@@ -75,7 +76,7 @@ class Front:
 
         async def is_short(name: str) -> bool:
             model = sleepers[name]
-            return await lacks_resources(f"SERVE_REPLICA::{app_name}#{model.deployment}#", [*model.bundles])
+            return await lacks_resources(replicas_of(app_name, model.deployment), [*model.bundles])
 
         sleeping: dict[str, EngineGroup] = {}
         self._room = Room(sleeping, is_short)

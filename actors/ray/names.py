@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from actors.ray.private import session_folder
 from runtime.spec.config import EngineConfig
 
 NAMESPACE = "callboard"
@@ -57,8 +58,7 @@ def drafts_of(model: str) -> str:
 
 def default_weight_store(model: str) -> str:
     """Return the folder for the weights of a model (`model_of`), which ends with this Ray."""
-    node: Any = ray._private.worker._global_node
-    return str(Path(node.get_session_dir_path(), "callboard-weights", model))
+    return str(Path(session_folder(), "callboard-weights", model))
 
 
 def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = None) -> Any:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -81,12 +80,6 @@ def bundles(config: EngineConfig, gpu: bool, num_bytes: int = 0) -> list[dict[st
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
-
-
-def free_resources() -> list[Mapping[str, float]]:
-    """Return the resources of each machine that no placement group or actor has."""
-    state: Any = ray._private.state
-    return list(state.available_resources_per_node().values())
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:
