@@ -31,6 +31,7 @@ Prompt = Sequence[int]
 
 _SETTLED_S = 5.0  # for the Status with new weights, which an engine sends before its answer
 _POLL_S = 0.001
+_NEW_ENGINE_S = 5.0  # until a new engine is found; no front announces it here
 _MISSING = object()
 
 
@@ -65,7 +66,7 @@ class RolloutClient:
         `application` is its name in Ray Serve; None stands for the only one of this Ray. Raises CallboardError after
         the timeout, or if several applications could be meant."""
         join_ray()
-        directory = OneModelDirectory(find_engines(application, timeout_s))
+        directory = OneModelDirectory(find_engines(application, timeout_s), _NEW_ENGINE_S)
         thread = LoopThread("callboard-client")
         try:
             return cls(thread.call(_started(directory, timeout_s)), thread)

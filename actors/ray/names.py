@@ -16,7 +16,7 @@ from actors.ray.private import session_folder
 from runtime.spec.config import EngineConfig
 
 NAMESPACE = "callboard"
-_SERVE_NAMESPACE = "serve"  # Serve's own
+SERVE_NAMESPACE = "serve"  # Serve's own
 
 
 def new_name(name: str) -> str:
@@ -30,10 +30,17 @@ def living_actors(prefix: str) -> list[str]:
     An engine counts only while its Serve replica lives. If a replica created it just after the death of its node, Ray
     lists the engine for ever, but never starts it."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == _SERVE_NAMESPACE}
+    replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == SERVE_NAMESPACE}
     names = [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
     living = [name for name in names if "/engine/" not in name or engine_id(name) in replicas]
     return sorted(living, key=lambda name: int(name.rpartition("#")[2]))
+
+
+def serve_actors(prefix: str = "") -> frozenset[str]:
+    """Return the names of Serve's living actors that begin with `prefix`."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = (actor["name"] for actor in actors if actor["namespace"] == SERVE_NAMESPACE)
+    return frozenset(name for name in names if name.startswith(prefix))
 
 
 def engines_of(application: str, config: EngineConfig | None = None, deployment: str = "Engine") -> str:
