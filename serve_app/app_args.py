@@ -3,12 +3,13 @@
 No `from __future__ import annotations` here: pydantic reads the types at run time.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 
 
@@ -19,16 +20,26 @@ class _ServeArgs(BaseModel):
         (), description="the names that clients use; answers have the first one; default: model"
     )
     num_fronts: int | None = Field(
-        None, ge=1, description="front replicas (CPU only) that share the engines; default: one per 4 CPUs, at most 4"
+        None,
+        ge=1,
+        description="front replicas (CPU only) that share the engines; default, at most 4: one per 4 CPUs of a single "
+        "machine; on a cluster one per engine, two if it uses GPUs",
+    )
+    accelerator_type: str | None = Field(
+        None, description="type of GPU as Ray names it, such as H100; engines wait for a machine with it"
     )
 
     def models(self) -> tuple[ModelSettings, ...]:
         """Return the models of the application; raises CallboardError if a value is out of range."""
-        return ModelSettings.of_all([(self.engine_config(), self.served_model_name, self.scaling())])
+        models = ModelSettings.of_all([(self.engine_config(), self.served_model_name, self.scaling())])
+        return tuple(replace(model, accelerator_type=self.accelerator_type) for model in models)
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's settings; raises CallboardError if a value is out of range."""
-        return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+        config = EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+        if self.accelerator_type and config.device == "cpu":
+            raise CallboardError(f"accelerator_type is {self.accelerator_type!r}, but device is cpu; leave one out.")
+        return replace(config, device="cuda") if self.accelerator_type else config
 
     def scaling(self) -> ScalingSettings:
         """Return the number of engines; raises CallboardError if a value is out of range."""
