@@ -13,11 +13,12 @@ import click
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine.autoscaling import ServePolicy, report_of
 from actors.engine.supervisor import Supervisor
+from actors.ray.caller_router import CallerRouter
 from actors.ray.directory import plain_error
 from actors.ray.machines import Machines, machines_now, wait_for_machine
 from actors.ray.names import engines_of
@@ -174,6 +175,7 @@ def application_of(
         [{"CPU": FRONT_CPUS}],
         num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
+        request_router_config=RequestRouterConfig(request_router_class=CallerRouter),  # type: ignore[arg-type]
         # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )

@@ -109,4 +109,4 @@ class StoreOnLoop:
 def _answer(replica: object, method: str, *args: Any) -> Any:
     """Call the store of the front in this process."""
     front: Any = serve.get_replica_context().servable_object
-    return front.responses.call(method, *args)
+    return front.stored_responses.call(method, *args)
