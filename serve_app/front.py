@@ -20,6 +20,7 @@ from starlette.types import Message
 from actors.front.engine_group import EngineGroup
 from actors.front.from_zero import ScaleFromZero
 from actors.ray.callers import Callers, current_call
+from actors.ray.deployments import check_options, one_sentence, refused_option, replica_options
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
@@ -58,6 +59,8 @@ logger = logging.getLogger("ray.serve")
 class Front(HandleCalls):
     """One Serve replica: HTTP, text and tokens, and a link to each engine. All fronts share the engines."""
 
+    docs_path = "/docs"  # shown by Serve's API and Ray's dashboard
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[ModelSettings], settings: HttpSettings, engines: Sequence[DeploymentHandle[Any]]
     ) -> None:
@@ -68,6 +71,8 @@ class Front(HandleCalls):
             models: the models; the first one takes requests without a name.
             engines: the deployment of each model's engines, which fronts reach over sockets."""
         ignore_logging_errors()
+        with one_sentence():
+            check_options()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
@@ -162,6 +167,11 @@ class Front(HandleCalls):
         else:
             group.follow()
         await asyncio.to_thread(service.start, tokenizer, defaults)  # the chat template is compiled
+
+    def reconfigure(self, user_config: object) -> None:
+        """Log that nothing reads `user_config`, which Serve has changed in place."""
+        if refused := refused_option("Front", replica_options()):
+            logger.error(refused)
 
     def check_health(self) -> None:
         """Raise the error of a failed start, such as an unreadable tokenizer; Serve then replaces this replica."""
