@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from actors.runners.weight_parts import ActorPart, ObjectsPart, Slice, pieces
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import FilesPart, TensorInfo, WeightPart
+from runtime.spec.weight_parts import FilesPart, TensorInfo, WeightPart
 from runtime.updates.update_info import part_of_json
 
 if TYPE_CHECKING:

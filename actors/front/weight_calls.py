@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from actors.front.link import EngineLink
 from actors.ray.names import engine_id
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import pause_of
-
-if TYPE_CHECKING:
-    from actors.front.link import EngineLink
 
 Body = dict[str, Any]
 CallEngine = Callable[[str, str, Body], Awaitable[Body]]  # engine's name, call, body -> answer

@@ -16,10 +16,10 @@ from actors.runners.step_channel import serve_steps
 from actors.wire.transport import Address, connect
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_parts import GroupInfo, WeightPart
 from runtime.spec.weight_version import WeightVersion
-from runtime.updates.parts import GroupInfo, WeightPart
 
 if TYPE_CHECKING:
     from actors.runners.weight_parts import ActorPart, ObjectsPart

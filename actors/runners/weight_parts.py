@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from actors.ray.directory import plain_error
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import ArraysPart, PullPart, TensorInfo, WeightPart
+from runtime.spec.weight_parts import ArraysPart, PullPart, TensorInfo, WeightPart
 
 if TYPE_CHECKING:
     import torch

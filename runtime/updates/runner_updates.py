@@ -20,10 +20,7 @@ from runtime.models.weights import reader
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.mixer_spec import DeltaRuleSpec
 from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
-from runtime.updates.apply import apply_sections
-from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
-from runtime.updates.parts import (
+from runtime.spec.weight_parts import (
     ArraysPart,
     BroadcastPart,
     FilesPart,
@@ -32,6 +29,9 @@ from runtime.updates.parts import (
     PullPart,
     WeightPart,
 )
+from runtime.spec.weight_version import WeightVersion
+from runtime.updates.apply import apply_sections
+from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors
 from runtime.updates.slices import Overlay, Recorder, SliceSet
 from runtime.updates.staging import Stage, StagingMemory

@@ -9,13 +9,13 @@ from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, look
 from runtime.kernels.cpu.linear.interleaved_weight import (
     InterleavedWeight,
     RowMajorWeight,
-    WeightForm,
     dequantize_interleaved,
     interleave,
     interleave_pieces,
     interleaved_bytes,
     row_major,
 )
+from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from tests.support.models.runner_driver import TINY

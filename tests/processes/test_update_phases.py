@@ -19,7 +19,7 @@ from actors.runners.weight_parts import ActorPart
 from actors.wire.engine_client import WeightsRefused
 from runtime.llm import LLM
 from runtime.spec.types import Request, SamplingParams
-from runtime.updates.parts import FilesPart, TensorInfo
+from runtime.spec.weight_parts import FilesPart, TensorInfo
 from serve_app.processes.application_processes import processes_of
 from tests.support.models.divisible_model import write_divisible_model
 from tests.support.processes.fault_cells import has_ended
