@@ -68,7 +68,7 @@ class LinkOwner(Protocol):
     ended_pauses: deque[str]  # ids
 
     def on_lost(self, link: EngineLink, streams: list[ClientStream]) -> None:
-        """The connection ended; these streams have no engine."""
+        """The connection ended. These streams need another engine."""
         ...
 
     def on_status(self, link: EngineLink, status: Status, is_first: bool) -> None:

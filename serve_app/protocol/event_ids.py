@@ -50,9 +50,9 @@ class EventIds:
         """Raises ApiError if `last` belongs to another stream.
 
         Args:
-            digest: a hash of what determines the tokens.
-            seeds: one, or one for each prompt.
-            last: the client's last event; None at the stream's start."""
+            digest: a hash over the inputs that determine the tokens.
+            seeds: a single seed, or a seed for each prompt.
+            last: the client's last event, or None."""
         self._seen = (0,) * (1 if num_choices == 1 else num_choices + 2)
         if last is not None:
             if (last.digest, len(last.counts)) != (digest, len(self._seen)):

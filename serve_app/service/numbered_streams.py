@@ -1,4 +1,4 @@
-"""Streams whose events have ids: a request's headers want them, or take up a stream by one."""
+"""Streams with event ids, which a request's headers enable or take up."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.spec.config import EngineConfig
-from runtime.spec.tool_formats import TOOL_FORMATS
 from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, ForcedCall
@@ -234,10 +233,6 @@ OUTPUTS["harmony"].append(
     )
 )
 CASES = [(name, *case) for name, cases in OUTPUTS.items() for case in cases]
-
-
-def test_the_settings_list_every_format():
-    assert tuple(FORMATS) == TOOL_FORMATS
 
 
 def read(name: str, parts: list[str], forced: ForcedCall | None = None) -> tuple[str, str, list[tuple[str, str]]]:
