@@ -34,7 +34,6 @@ from actors.wire.link_messages import (
     FromEngine,
     FromFront,
     Heartbeat,
-    Pause,
     Refused,
     Report,
     ResetPrefixCache,
@@ -48,6 +47,7 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
+from actors.wire.weight_calls import Pause
 from runtime.background import in_background
 from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo

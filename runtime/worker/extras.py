@@ -237,7 +237,7 @@ class WeightUpdates(Protocol):
     def apply(self, version: WeightVersion) -> None:
         """Take the staged weights. No step runs meanwhile."""
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Write the applied weights to the store while steps run in another thread."""
 
     def discard(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from actors.engine import weights
 from actors.wire.engine_client import WeightsRefused
+from actors.wire.weight_calls import Discard, Finish, GetState, Receive, Start
 from tests.support.engine.groups import Group
 from tests.support.engine.links import Engine, eventually
 
@@ -23,13 +24,13 @@ async def ask(group, number, *calls):
 
 
 async def infos(group):
-    return list((await group.weights("info", {})).values())
+    return list((await group.weights(GetState())).values())
 
 
 async def update(group, **more):
-    await group.weights("start", {})
-    await group.weights("update", {"parts": ["new"]})
-    return list((await group.weights("finish", more)).values())
+    await group.weights(Start())
+    await group.weights(Receive(parts=["new"]))
+    return list((await group.weights(Finish(**more))).values())
 
 
 OWN = ("start", {"update_id": "own"}), ("update", {"parts": ["new"]})
@@ -39,7 +40,7 @@ async def test_a_refused_start_opens_no_update():
     async with Group(*engines()) as group:
         await ask(group, 0, *OWN)
         with pytest.raises(WeightsRefused, match="open") as refusal:
-            await group.weights("start", {})
+            await group.weights(Start())
         assert refusal.value.code == "busy"
         assert [each["updating"] for each in await infos(group)] == [True, False]
         await ask(group, 0, ("finish", {}))  # the open update is still whole
@@ -47,11 +48,11 @@ async def test_a_refused_start_opens_no_update():
 
 async def test_a_part_that_an_engine_missed_fails_the_update():
     async with Group(*engines()) as group:
-        await group.weights("start", {})
-        await group.weights("update", {"parts": ["new"]})
+        await group.weights(Start())
+        await group.weights(Receive(parts=["new"]))
         await ask(group, 1, ("update", {"parts": ["more"]}))
         with pytest.raises(WeightsRefused, match="other parts") as refusal:
-            await group.weights("finish", {})
+            await group.weights(Finish())
         assert refusal.value.code == "not_open"
         assert [(each["serial"], each["updating"]) for each in await infos(group)] == [(0, False)] * 2
 
@@ -61,7 +62,7 @@ async def test_updates_of_two_trainers_are_not_mixed():
         for number, update_id in enumerate("ab"):
             await ask(group, number, ("start", {"update_id": update_id}), ("update", {"parts": ["new"]}))
         with pytest.raises(WeightsRefused, match="begin another"):
-            await group.weights("finish", {})
+            await group.weights(Finish())
         assert {each["serial"] for each in await infos(group)} == {0}
 
 
@@ -103,10 +104,10 @@ async def test_a_discard_ends_before_the_next_update_begins():
     async with Group(engine) as group:
         blocked = engine.runners[-1].blocks["weights_discard"] = threading.Event()
         await ask(group, 0, *OWN)
-        discarding = asyncio.create_task(group.weights("discard", {}))
+        discarding = asyncio.create_task(group.weights(Discard()))
         await eventually(lambda: "weights_discard" in engine.runners[-1].calls)
         with pytest.raises(WeightsRefused, match="open"):
-            await group.weights("start", {})
+            await group.weights(Start())
         blocked.set()
         await discarding
         await update(group)

@@ -88,7 +88,7 @@ def test_captured_graphs_compute_with_new_weights(config, settings, tmp_path):
     update(runner, [])
     assert tokens_of(runner) == want
     assert addresses(runner) == places
-    runner.updates.keep()
+    runner.updates.store()
     restarted = start(first, weight_updates=True, weight_store=str(tmp_path / "store"), **settings)
     assert tokens_of(restarted) == want
     assert restarted.info.fingerprint == runner.info.fingerprint

@@ -68,6 +68,6 @@ def test_a_partial_update_changes_its_tensors_alone(case, tmp_path):
         part = changed({name: tensors[name] for name in own}, seed=step)
         whole |= part
         update(runner, [ArraysPart(part)], str(step))
-        runner.updates.keep()
+        runner.updates.store()
         folder = write_changed(tmp_path / "first", whole, tmp_path / f"state {step}")
         assert torch.equal(logits(runner), logits(open_runner(folder, **LIMITS)))

@@ -89,7 +89,7 @@ class Updates(RuleBasedStateMachine):
 
     @rule()
     def keep(self) -> None:
-        self.runner.updates.keep()
+        self.runner.updates.store()
         if self.is_new:
             self.stored, self.is_new = self.served, False
 

@@ -87,7 +87,7 @@ class SlowRunner(FakeRunner):
         self.weights, self.version, self.staged = seed_of(version), version, []
         return version.fingerprint("f")
 
-    def weights_keep(self):
+    def weights_store(self):
         self.store.append(self.version)
 
     def weights_discard(self):
