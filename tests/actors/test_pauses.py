@@ -8,8 +8,9 @@ import pytest
 
 from actors.engine.sleep import Lease
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.link_messages import Pause, encode, pause_of
-from actors.wire.weight_calls import Discard, Finish, GetState, Pause, Receive, Resume, Start
+from actors.wire.link_messages import checked, encode
+from actors.wire.weight_calls import Connect, Discard, Disconnect, Finish, GetState, Pause, Receive, Resume, Start
+from runtime.spec.types import CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, link_closing, live
 from tests.support.engine.links import Engine, eventually, hurry, link_to, only_link, read, request
@@ -55,16 +56,9 @@ async def test_a_sleeping_engine_refuses_what_needs_it_awake():
         await started(engine)
         await group.weights(Start())
         await group.sleep(1)
-        calls = [
-            ("pause", {"mode": "wait"}),
-            ("start", {}),
-            ("update", {"parts": ["new"]}),
-            ("finish", {}),
-            ("init", {}),
-        ]
-        for call, body in calls:
+        for call in (Pause(mode="wait"), Start(), Receive(["new"]), Finish(), Connect({})):
             with pytest.raises(WeightsRefused, match="sleep") as refusal:
-                await asyncio.wait_for(group.weights(call, body), 30)
+                await asyncio.wait_for(group.weights(call), 30)
             assert refusal.value.code == "busy"
         await group.sleep(0)
         await group.weights(Finish())
@@ -240,12 +234,12 @@ async def test_calls_about_weights_renew_a_pause_but_monitors_do_not():
     async with Group(engine) as group:
         await mode_of(group, "keep", lease_s=100.0)
         lease = pauses(engine)._lease
-        for call, renews in (("info", False), ("start", True), ("discard", True), ("shutdown", True)):
+        for call, renews in ((GetState(), False), (Start(), True), (Discard(), True), (Disconnect(), True)):
             lease._ends_at = 0.0
-            if call != "shutdown":
-                await group.weights(call, {})
+            if not isinstance(call, Disconnect):
+                await group.weights(call)
             else:
-                engine.loop.weights.call(call, {})
+                engine.loop.weights.call(call)
                 await eventually(lambda: lease._ends_at)
             assert bool(lease._ends_at) is renews, call
 
@@ -259,7 +253,7 @@ async def test_a_pause_is_all_or_nothing():
         other = next(engine for engine in pair if engine is not busy)
         await started(busy)
         link = next(k for k in healthy(group) if k.engine == str(pair.index(busy)))
-        await link.pause_for(pause_of({"mode": "keep"}))
+        await link.pause_for(checked(Pause(mode="keep")))
         with pytest.raises(WeightsRefused, match="cannot end"):
             await mode_of(group, "wait")
         await eventually(lambda: pauses(other).current is None and not other.loop.requests.holds_new)
@@ -273,7 +267,7 @@ async def test_a_refused_pause_leaves_the_one_before():
         await mode_of(group, "keep")
         first = pauses(engine).current
         link = healthy(group)[0]
-        second = pause_of({"mode": "keep", "kv": "keep"})
+        second = checked(Pause(mode="keep", kv="keep"))
         await link.pause_for(second)
         link.cancel_pause(second.pause_id)
         await eventually(lambda: pauses(engine).current is first)
@@ -287,10 +281,10 @@ async def test_an_engine_that_starts_in_a_pause_joins_it():
         pair[1].restart()
         await eventually(lambda: len(healthy(group)) == 2 and pauses(pair[1]).current is not None)
         assert pauses(pair[1]).current.lease_s == 500.0
-        assert {a["paused"] for a in (await group.weights(GetState())).values()} == {True}
+        assert {a.paused for a in (await group.weights(GetState())).values()} == {True}
         await group.weights(Resume())
         await eventually(lambda: not group.is_paused)
-        stale = pause_of({"mode": "keep", "joins": True})
+        stale = checked(Pause(mode="keep", joins=True))
         await next(iter(healthy(group))).pause_for(stale)  # of a front that has not seen the resume
         assert not any(pauses(engine).current for engine in pair)
         await is_served(group)
@@ -321,21 +315,19 @@ async def test_a_stored_pause_goes_on_with_its_lease(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("call", "body"),
-    [("bogus", {}), ("start", {}), ("update", {}), ("rename", {}), ("init", {}), ("pause", {"mode": "never"}),
-     ("pause", {"lease_s": -1}), ("pause", {"lease_s": float("inf")}), ("pause", {"bogus": 1})],
-)  # fmt: skip
-async def test_a_wrong_call_is_answered(call, body):
+    "call", [Receive(), Connect(None), Pause(mode="never"), Pause(lease_s=-1), Pause(lease_s=float("inf"))]
+)
+async def test_a_wrong_call_is_answered(call):
     (engine,) = engines()
     async with Group(engine) as group:
-        if call == "update":
+        if isinstance(call, Receive):
             await group.weights(Start())
-        answer = engine.loop.weights.call(call, body)
-        with pytest.raises(Exception, match=r"\w"):
+        answer = engine.loop.weights.call(call)
+        with pytest.raises(CallboardError, match=r"\w"):
             await asyncio.wait_for(asyncio.wrap_future(answer), 30)
-        if call == "pause":
+        if isinstance(call, Pause):
             with pytest.raises(WeightsRefused):
-                await asyncio.wait_for(group.weights(call, body), 30)
+                await asyncio.wait_for(group.weights(call), 30)
         await is_served(group)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.engine import weights
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.weight_calls import Discard, Finish, GetState, Receive, Start
+from actors.wire.weight_calls import Check, Discard, Finish, GetState, Receive, Start
 from tests.support.engine.groups import Group
 from tests.support.engine.links import Engine, eventually
 
@@ -18,8 +18,8 @@ def engines(count=2):
 
 async def ask(group, number, *calls):
     """Call one engine alone, as a front without a link to the other does."""
-    for call, body in calls:
-        answer = await group._directory.weights(sorted(group.links)[number], call, body)
+    for call in calls:
+        answer = await group._directory.weights(sorted(group.links)[number], call)
     return answer
 
 
@@ -29,11 +29,11 @@ async def infos(group):
 
 async def update(group, **more):
     await group.weights(Start())
-    await group.weights(Receive(parts=["new"]))
+    await group.weights(Receive(["new"]))
     return list((await group.weights(Finish(**more))).values())
 
 
-OWN = ("start", {"update_id": "own"}), ("update", {"parts": ["new"]})
+OWN = Start("own"), Receive(["new"])
 
 
 async def test_a_refused_start_opens_no_update():
@@ -42,35 +42,35 @@ async def test_a_refused_start_opens_no_update():
         with pytest.raises(WeightsRefused, match="open") as refusal:
             await group.weights(Start())
         assert refusal.value.code == "busy"
-        assert [each["updating"] for each in await infos(group)] == [True, False]
+        assert [each.updating for each in await infos(group)] == [True, False]
         await ask(group, 0, ("finish", {}))  # the open update is still whole
 
 
 async def test_a_part_that_an_engine_missed_fails_the_update():
     async with Group(*engines()) as group:
         await group.weights(Start())
-        await group.weights(Receive(parts=["new"]))
-        await ask(group, 1, ("update", {"parts": ["more"]}))
+        await group.weights(Receive(["new"]))
+        await ask(group, 1, Receive(["more"]))
         with pytest.raises(WeightsRefused, match="other parts") as refusal:
             await group.weights(Finish())
         assert refusal.value.code == "not_open"
-        assert [(each["serial"], each["updating"]) for each in await infos(group)] == [(0, False)] * 2
+        assert [(each.serial, each.updating) for each in await infos(group)] == [(0, False)] * 2
 
 
 async def test_updates_of_two_trainers_are_not_mixed():
     async with Group(*engines()) as group:
         for number, update_id in enumerate("ab"):
-            await ask(group, number, ("start", {"update_id": update_id}), ("update", {"parts": ["new"]}))
+            await ask(group, number, Start(update_id), Receive(["new"]))
         with pytest.raises(WeightsRefused, match="begin another"):
             await group.weights(Finish())
-        assert {each["serial"] for each in await infos(group)} == {0}
+        assert {each.serial for each in await infos(group)} == {0}
 
 
 async def test_an_engine_that_missed_an_update_catches_up():
     async with Group(*engines()) as group:
         await ask(group, 1, *OWN, ("finish", {}))
-        assert [(each["version"], each["serial"]) for each in await infos(group)] == [("default", 0), ("1", 1)]
-        assert {(each["version"], each["serial"]) for each in await update(group)} == {("2", 2)}
+        assert [(each.version, each.serial) for each in await infos(group)] == [("default", 0), ("1", 1)]
+        assert {(each.version, each.serial) for each in await update(group)} == {("2", 2)}
 
 
 async def test_partial_updates_need_equal_weights():
@@ -81,21 +81,21 @@ async def test_partial_updates_need_equal_weights():
             engine.runners[-1].weights_check = lambda: False
         with pytest.raises(WeightsRefused, match="all tensors"):
             await update(group)
-        assert [each["updating"] for each in await infos(group)] == [False, False]
+        assert [each.updating for each in await infos(group)] == [False, False]
         for engine in pair:
             del engine.runners[-1].weights_check
         await update(group)
         for engine in pair:
             engine.runners[-1].weights_check = lambda: False
-        assert {each["serial"] for each in await update(group)} == {3}
+        assert {each.serial for each in await update(group)} == {3}
 
 
 async def test_an_engine_drops_an_update_that_failed():
     """The front that made the call may be gone, and then it discards nothing."""
     async with Group(*engines(1)) as group:
         with pytest.raises(WeightsRefused, match="has shape"):
-            await ask(group, 0, OWN[0], ("update", {"parts": ["bad"]}), ("check", {}))
-        assert [each["updating"] for each in await infos(group)] == [False]
+            await ask(group, 0, OWN[0], Receive(["bad"]), Check())
+        assert [each.updating for each in await infos(group)] == [False]
         await update(group)
 
 
@@ -121,4 +121,4 @@ async def test_an_update_without_calls_ends_at_its_time_limit(monkeypatch):
         await eventually(lambda: engine.loop.weights._update is None)
         await eventually(lambda: engine.runners[-1].staged == [])
         monkeypatch.undo()
-        assert {each["serial"] for each in await update(group)} == {1}
+        assert {each.serial for each in await update(group)} == {1}

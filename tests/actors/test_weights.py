@@ -21,7 +21,7 @@ def engines(count=1, **more):
 
 async def update(group, *parts, **more):
     await group.weights(Start())
-    await group.weights(Receive(parts=list(parts) or ["new"]))
+    await group.weights(Receive(list(parts) or ["new"]))
     return await group.weights(Finish(**more))
 
 
@@ -46,7 +46,7 @@ async def test_an_update_changes_streams_between_two_tokens():
         reading = asyncio.gather(*(read(group, req) for req in asked))
         await started(engine)
         (answer,) = (await update(group)).values()
-        assert (answer["version"], answer["serial"], answer["updating"]) == ("1", 1, False)
+        assert (answer.version, answer.serial, answer.updating) == ("1", 1, False)
         hurry(engine)
         assert await is_right(reading, asked) == [["default", "1"]] * 4
         await eventually(lambda: engine.store)
@@ -145,9 +145,9 @@ async def test_a_pause_that_aborts_ends_live_requests():
 async def test_calls_out_of_order_are_refused():
     (engine,) = engines()
     async with Group(engine) as group:
-        for call in ("update", "finish"):
+        for call in (Receive([]), Finish()):
             with pytest.raises(WeightsRefused, match="No update") as refusal:
-                await group.weights(call, {"parts": []})
+                await group.weights(call)
             assert refusal.value.code == "not_open"
         await group.weights(Start())
         with pytest.raises(WeightsRefused, match="Another update") as refusal:
@@ -164,9 +164,9 @@ async def test_a_bad_part_leaves_the_old_version():
         for engine in pair:
             await eventually(lambda e=engine: e.runners[-1].staged == [])
             assert "weights_apply" not in engine.runners[-1].calls
-        assert {a["serial"] for a in (await group.weights(GetState())).values()} == {0}
+        assert {a.serial for a in (await group.weights(GetState())).values()} == {0}
         await update(group)  # the next one is not blocked
-        assert {a["serial"] for a in (await group.weights(GetState())).values()} == {1}
+        assert {a.serial for a in (await group.weights(GetState())).values()} == {1}
 
 
 async def test_an_engine_without_updates_refuses_all_calls():
@@ -195,8 +195,8 @@ async def test_new_requests_prefer_the_newest_version():
     pair = engines(2)
     async with Group(*pair) as group:
         newer = sorted(group.links)[1]
-        for call, body in (("start", {"update_id": "x"}), ("update", {"parts": ["new"]}), ("finish", {})):
-            await group._directory.weights(newer, call, body)
+        for call in (Start(), Receive(["new"]), Finish()):
+            await group._directory.weights(newer, call)
         await eventually(lambda: group.links[newer].info.weights.serial == 1)
         for i in range(6):
             assert list((await read(group, request(i, max_tokens=1)))[2].weight_versions) == [(0, "1")]
@@ -311,7 +311,7 @@ async def test_an_engine_that_dies_in_an_update_fails_it_everywhere():
         await eventually(lambda: len(healthy(group)) == 1)
         await eventually(lambda: pair[0].runners[-1].staged == [])
         (answer,) = (await group.weights(GetState())).values()
-        assert (answer["serial"], answer["updating"]) == (0, False)
+        assert (answer.serial, answer.updating) == (0, False)
         await update(group)
 
 
@@ -322,10 +322,10 @@ async def test_a_discard_ends_a_part_that_blocks():
         blocked = runner.blocks["weights_receive"] = threading.Event()
         runner.weights_discard = blocked.set
         await group.weights(Start())
-        receiving = asyncio.create_task(group.weights(Receive(parts=["new"])))
+        receiving = asyncio.create_task(group.weights(Receive(["new"])))
         await eventually(lambda: "weights_receive" in runner.calls)
         with pytest.raises(WeightsRefused, match="has not ended"):
-            await group.weights(Receive(parts=["other"]))
+            await group.weights(Receive(["other"]))
         await group.weights(Discard())
         with pytest.raises(CallboardError, match="dropped"):
             await receiving
