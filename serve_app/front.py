@@ -203,13 +203,6 @@ class Front(HandleCalls):
         for group in self._groups.values():
             group.end(reason)
 
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause the engines of the first model, or update their weights, for another Ray job.
-
-        docs/rollouts.md has the calls. Returns the answers of the engines by their ids. Raises WeightsRefused and
-        CallboardError."""
-        return await self._groups[self._models.first.model].weights(call, body)
-
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a request of another Ray job; docs/handle_call.py shows a caller.
 

@@ -27,6 +27,7 @@ from actors.ray.names import NAMESPACE, SERVE_NAMESPACE, living_actors, serve_ac
 from actors.ray.private import replicas_of
 from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.transport import Address
+from actors.wire.weight_calls import A, WeightCall
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
 
@@ -86,11 +87,11 @@ class RayDirectory:
             raise plain_error(e) from e
         return found
 
-    async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause an engine, or update its weights. Raises CallboardError, WeightsRefused among them."""
+    async def weights(self, name: str, call: WeightCall[A]) -> A:
+        """Call an engine about its weights. Raises CallboardError, WeightsRefused among them."""
         try:
             engine = await self._actor(name)
-            answer: dict[str, Any] = await engine.weights.remote(call, body)
+            answer: A = await engine.weights.remote(call)
         except ValueError as e:
             text = "An engine is missing in Ray's list; try again when it is there, or another has started."
             raise WeightsRefused(text, "unavailable") from e
