@@ -17,6 +17,7 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.machines import Cluster
 
 _CPUS = ["--num-cpus=4", "--num-gpus=0"]
+_GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
 _POLL_S = 1.0
 _TIMEOUT_S = 180.0
@@ -37,8 +38,8 @@ print("\\n" + json.dumps(found))
 """
 
 
-async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) -> None:
-    """Print a line for each phase."""
+async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *, returns: bool) -> None:
+    """Print a line for each phase. With `returns`, the first machine is also lost, and returns."""
     cluster.start_head()
     auto = {"name": "auto", "route_prefix": "/", "args": cluster.args(model)}
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
@@ -46,21 +47,25 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) ->
     await asyncio.sleep(seconds)
     _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
     clients = Clients(cluster.url)
-    for case, options in (("machine joins", _CPUS), ("machine returns", _CPUS)):
-        began = time.monotonic()
-        cluster.join(cluster.front, *options)
-        joined = time.monotonic()
-        await clients.wait_until_ready(1)
-        times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
-        await clients.learn()
-        _print(case, cluster, **times, sentences=cluster.logged(" runs on "))
-        if case == "machine joins":
-            cluster.join(cluster.other, *_GPU)
-            await _until(cluster, lambda found: {"CPU": 1.0, "GPU": 1.0} in chain(*found["created"]))
-            _print("declared GPU joins", cluster)
-            cluster.front.kill()
-            await _until(cluster, lambda found: found["nodes"] == 2)
-            _print("machine lost", cluster)
+    await _join_and_serve("machine joins", cluster, clients)
+    cluster.join(cluster.other, *_GPU)
+    await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
+    _print("declared GPU joins", cluster)
+    if returns:
+        cluster.front.kill()
+        await _until(cluster, lambda found: found["nodes"] == 2)
+        _print("machine lost", cluster)
+        await _join_and_serve("machine returns", cluster, clients)
+
+
+async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None:
+    began = time.monotonic()
+    cluster.join(cluster.front, *_CPUS)
+    joined = time.monotonic()
+    await clients.wait_until_ready(1)
+    times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
+    await clients.learn()
+    _print(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))
 
 
 async def _until(cluster: Cluster, holds: Any) -> None:
