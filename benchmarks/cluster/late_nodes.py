@@ -77,7 +77,8 @@ async def _until(cluster: Cluster, holds: Any) -> None:
 
 
 def _look(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(cluster.python(_LOOK).splitlines()[-1])
+    lines = cluster.python(_LOOK).splitlines()  # Ray's own lines among them
+    found: dict[str, Any] = json.loads(next(line for line in lines if line.startswith('{"applications"')))
     return found
 
 

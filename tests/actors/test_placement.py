@@ -66,7 +66,7 @@ def test_too_few_gpus_are_reported_where_no_machine_may_join():
 
 
 @pytest.mark.parametrize("nodes", [[], [{"CPU": 8.0}], [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}]])
-def test_cuda_plans_gpus_from_the_settings_where_machines_may_join(nodes):
+def test_cuda_plans_gpus_where_machines_may_join(nodes):
     assert uses_gpu(EngineConfig(device="cuda", tensor_parallel_size=2), *nodes, can_grow=True)
 
 
