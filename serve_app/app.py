@@ -4,107 +4,44 @@ No `from __future__ import annotations` here: Serve reads the type of build_app'
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import click
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.engine.autoscaling import ServePolicy, report_of
-from actors.engine.supervisor import Supervisor
+from actors.ray.caller_router import CallerRouter
+from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
 from actors.ray.machines import Machines, machines_now, wait_for_machine
-from actors.ray.names import engines_of
 from actors.ray.placement import (
     FRONT_CPUS,
     SUPERVISOR_CPUS,
     bundles,
     default_fronts,
     device_of,
-    free_resources,
     has_room,
 )
-from actors.ray.process import ignore_logging_errors
+from actors.ray.private import deployment as serve_deployment
+from actors.ray.private import free_resources
 from runtime.inspection import check_model
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
 from serve_app.app_args import AppArgs
+from serve_app.build_errors import build_errors
 from serve_app.front import Front
+from serve_app.replicas import EngineHost, replica_count
 from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; replicas must survive a head that is cut off for 2 min
 _SHUTDOWN_POLL_S = 0.2  # between Serve's checks whether an ending replica still has requests
-_REPORTS_S = 1.0  # between two reports of an engine to the scaling policy
-_LOOK_BACK_S = 3.0
 _SHUTDOWN_MARGIN_S = 2.0  # for messages between the processes, beside the drain itself
-
-
-class EngineHost:
-    """One Serve replica: the supervisor of one engine, with a placement group of its own."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, gpu: bool, drain_timeout_s: float
-    ) -> None:
-        ignore_logging_errors()
-        self._drain_timeout_s = drain_timeout_s
-        context = serve.get_replica_context()
-        group = ray.util.get_current_placement_group()
-        assert group is not None, "build_app requests one"
-        engines = engines_of(context.app_name, config, context.deployment)
-        name = engines + context.replica_id.unique_id  # unlike a rank, this id is never reused
-        self._supervisor = Supervisor(config, name, group, gpu)
-        await self._supervisor.start()
-
-    def check_health(self) -> None:
-        """Serve replaces this replica, and with it the engine, when the engine cannot be restarted."""
-        if self._supervisor.failed:
-            raise CallboardError(self._supervisor.failed)
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return figures for the scaling policy; Serve calls this once a second for each replica."""
-        return report_of(await self._supervisor.figures())
-
-    async def wake(self) -> None:
-        """Return when an engine exists. Serve starts a replica for this call without one."""
-
-    async def __del__(self) -> None:
-        """Drain the engine; Serve calls this before it ends the replica."""
-        await self._supervisor.drain(self._drain_timeout_s)
-
-
-def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
-    """Return Serve's options for the number of a model's engines."""
-    if scaling.least == scaling.most:
-        return {"num_replicas": scaling.most}
-    limits = {
-        "min_engines": scaling.least,
-        "max_engines": scaling.most,
-        "downscale_delay_s": scaling.scale_in_delay_s,
-        "idle_s": math.inf if scaling.idle_sleep is None else float(scaling.idle_sleep),
-        "least_awake_s": _LOOK_BACK_S + 2 * _REPORTS_S,
-    }
-    policy: Any = AutoscalingPolicy(policy_function=ServePolicy, policy_kwargs=limits)  # type: ignore[no-untyped-call]
-    autoscaling = AutoscalingConfig(
-        min_replicas=scaling.least,
-        max_replicas=scaling.most,
-        policy=policy,
-        metrics_interval_s=_REPORTS_S,
-        # Serve's own rule, which starts the first replica, counts the calls of this period.
-        look_back_period_s=_LOOK_BACK_S,
-        # The policy has all delays.
-        upscale_delay_s=0,
-        downscale_delay_s=0,
-        downscale_to_zero_delay_s=0,
-    )
-    return {"autoscaling_config": autoscaling}
 
 
 def build_app(args: AppArgs) -> serve.Application:
@@ -112,14 +49,12 @@ def build_app(args: AppArgs) -> serve.Application:
 
     Raises CallboardError as `application_of` does, and if the only machine of a cluster cannot load the model. So
     `serve run` shows one sentence instead of the traceback of a failed engine."""
-    try:
-        application = application_of(args.models(), args.http_settings(), args.num_fronts)
-        if not machines_now().can_grow:  # else other machines load the model
-            check_model(args.engine_config())
-    except CallboardError as e:
-        if click.get_current_context(silent=True) is None:
-            raise
-        raise click.ClickException(str(e)) from e
+    with build_errors():
+        models = args.model_settings()
+        application = application_of(models, args.http_settings(), args.num_fronts)
+        if not machines_now().can_grow:  # else other machines load the models
+            for model in models:
+                check_model(model.config)
     return application
 
 
@@ -142,7 +77,7 @@ def application_of(
     free = free_resources()
 
     def deployment(cls: Any, name: str, wanted: list[dict[str, float]], **options: Any) -> Any:
-        return serve.deployment(
+        return serve_deployment(
             cls,
             name=name,
             # With room now, at the update's own build, new replicas start before old ones end.
@@ -160,23 +95,27 @@ def application_of(
             EngineHost,
             model.deployment,
             [*model.bundles],
-            **_replicas(model.scaling),
+            **replica_count(model.scaling),
             ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
             placement_group_bundles=[*model.bundles],
             placement_group_strategy="STRICT_PACK",
             max_constructor_retry_count=1,  # a second load of a model would fail too
         )
-        engines.append(engine.bind(model.config, gpu, settings.drain_timeout_s))
+        start = model.config, gpu, settings.drain_timeout_s
+        engines.append(with_version(engine, *start).bind(*start, model.scaling.sleeps))
     front = deployment(
         serve.ingress()(Front),  # without an app: each replica builds its own, since apps cannot be pickled
         "Front",
         [{"CPU": FRONT_CPUS}],
         num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
+        request_router_config=RequestRouterConfig(request_router_class=CallerRouter),  # type: ignore[arg-type]
         # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )
-    application: serve.Application = front.bind(models, settings, engines)
+    # Of the scaling, fronts use the sleep alone; the expected facts follow from the rest.
+    used = [replace(m, scaling=ScalingSettings(idle_sleep=m.scaling.idle_sleep), expected=None) for m in models]
+    application: serve.Application = with_version(front, used, settings).bind(models, settings, engines)
     return application
 
 

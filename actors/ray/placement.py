@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -89,12 +88,6 @@ def bundles(
         runner[accelerator_resource(accelerator_type)] = _KIND_SHARE
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
-
-
-def free_resources() -> list[Mapping[str, float]]:
-    """Return the resources of each machine that no placement group or actor has."""
-    state: Any = ray._private.state
-    return list(state.available_resources_per_node().values())
 
 
 def total(wanted: Iterable[Mapping[str, float]]) -> dict[str, float]:
