@@ -1,7 +1,8 @@
 """Machines that join after the build of an application: `python -m benchmarks.cluster --cases late-nodes --seconds 30`.
 
 A head that computes nothing is alone when Serve gets two applications, one with device=auto and one with device=cuda.
-After `seconds` a machine with CPUs joins, then one with a declared GPU. The first one is killed, and started again.
+After `seconds` a machine with CPUs joins, then one with a declared GPU. The case `node-returns` kills the first one before
+that, and starts it again.
 Each line has the state of Serve, and the pending placement groups, which an autoscaler would start machines for.
 """
 
@@ -39,7 +40,7 @@ print("\\n" + json.dumps(found))
 
 
 async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *, returns: bool) -> None:
-    """Print a line for each phase. With `returns`, the first machine is also lost, and returns."""
+    """Print a line for each phase. With `returns`, the first machine is lost and joins again."""
     cluster.start_head()
     auto = {"name": "auto", "route_prefix": "/", "args": cluster.args(model)}
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
@@ -48,14 +49,14 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *,
     _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
     clients = Clients(cluster.url)
     await _join_and_serve("machine joins", cluster, clients)
+    if returns:
+        cluster.front.kill()
+        await _until(cluster, lambda found: found["nodes"] == 1)
+        _print("machine lost", cluster)
+        await _join_and_serve("machine returns", cluster, clients)
     cluster.join(cluster.other, *_GPU)
     await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
     _print("declared GPU joins", cluster)
-    if returns:
-        cluster.front.kill()
-        await _until(cluster, lambda found: found["nodes"] == 2)
-        _print("machine lost", cluster)
-        await _join_and_serve("machine returns", cluster, clients)
 
 
 async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None:
