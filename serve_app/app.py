@@ -3,105 +3,45 @@
 No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
 """
 
-import math
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import click
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.engine.autoscaling import ServePolicy, report_of
-from actors.engine.supervisor import Supervisor
 from actors.ray.caller_router import CallerRouter
+from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
-from actors.ray.names import engines_of
+from actors.ray.machines import Machines, machines_now, wait_for_machine
 from actors.ray.placement import (
     FRONT_CPUS,
     SUPERVISOR_CPUS,
     bundles,
-    computes,
     default_fronts,
-    free_resources,
+    device_of,
     has_room,
-    uses_gpu,
 )
-from actors.ray.process import ignore_logging_errors
+from actors.ray.private import deployment as serve_deployment
+from actors.ray.private import free_resources
 from runtime.inspection import check_model
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
 from serve_app.app_args import AppArgs
+from serve_app.build_errors import build_errors
 from serve_app.front import Front
+from serve_app.replicas import EngineHost, replica_count
 from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
+
+logger = logging.getLogger("ray.serve")
 
 _HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; replicas must survive a head that is cut off for 2 min
 _SHUTDOWN_POLL_S = 0.2  # between Serve's checks whether an ending replica still has requests
-_REPORTS_S = 1.0  # between two reports of an engine to the scaling policy
-_LOOK_BACK_S = 3.0
 _SHUTDOWN_MARGIN_S = 2.0  # for messages between the processes, beside the drain itself
-
-
-class EngineHost:
-    """One Serve replica: the supervisor of one engine, with a placement group of its own."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, gpu: bool, drain_timeout_s: float
-    ) -> None:
-        ignore_logging_errors()
-        self._drain_timeout_s = drain_timeout_s
-        context = serve.get_replica_context()
-        group = ray.util.get_current_placement_group()
-        assert group is not None, "build_app requests one"
-        engines = engines_of(context.app_name, config, context.deployment)
-        name = engines + context.replica_id.unique_id  # unlike a rank, this id is never reused
-        self._supervisor = Supervisor(config, name, group, gpu)
-        await self._supervisor.start()
-
-    def check_health(self) -> None:
-        """Serve replaces this replica, and with it the engine, when the engine cannot be restarted."""
-        if self._supervisor.failed:
-            raise CallboardError(self._supervisor.failed)
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return figures for the scaling policy; Serve calls this once a second for each replica."""
-        return report_of(await self._supervisor.figures())
-
-    async def wake(self) -> None:
-        """Return when an engine exists. Serve starts a replica for this call without one."""
-
-    async def __del__(self) -> None:
-        """Drain the engine; Serve calls this before it ends the replica."""
-        await self._supervisor.drain(self._drain_timeout_s)
-
-
-def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
-    """Return Serve's options for the number of a model's engines."""
-    if scaling.least == scaling.most:
-        return {"num_replicas": scaling.most}
-    limits = {
-        "min_engines": scaling.least,
-        "max_engines": scaling.most,
-        "downscale_delay_s": scaling.scale_in_delay_s,
-        "idle_s": math.inf if scaling.idle_sleep is None else float(scaling.idle_sleep),
-        "least_awake_s": _LOOK_BACK_S + 2 * _REPORTS_S,
-    }
-    policy: Any = AutoscalingPolicy(policy_function=ServePolicy, policy_kwargs=limits)  # type: ignore[no-untyped-call]
-    autoscaling = AutoscalingConfig(
-        min_replicas=scaling.least,
-        max_replicas=scaling.most,
-        policy=policy,
-        metrics_interval_s=_REPORTS_S,
-        # Serve's own rule, which starts the first replica, counts the calls of this period.
-        look_back_period_s=_LOOK_BACK_S,
-        # The policy has all delays.
-        upscale_delay_s=0,
-        downscale_delay_s=0,
-        downscale_to_zero_delay_s=0,
-    )
-    return {"autoscaling_config": autoscaling}
 
 
 def build_app(args: AppArgs) -> serve.Application:
@@ -109,15 +49,12 @@ def build_app(args: AppArgs) -> serve.Application:
 
     Raises CallboardError as `application_of` does, and if the only machine of a cluster cannot load the model. So
     `serve run` shows one sentence instead of the traceback of a failed engine."""
-    try:
-        application = application_of(args.models(), args.http_settings(), args.num_fronts)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        if len(nodes) == 1 and computes(nodes[0]):  # else other machines load the model
-            check_model(args.engine_config())
-    except CallboardError as e:
-        if click.get_current_context(silent=True) is None:
-            raise
-        raise click.ClickException(str(e)) from e
+    with build_errors():
+        models = args.model_settings()
+        application = application_of(models, args.http_settings(), args.num_fronts)
+        if not machines_now().can_grow:  # else other machines load the models
+            for model in models:
+                check_model(model.config)
     return application
 
 
@@ -129,18 +66,21 @@ def application_of(
     Raises CallboardError if a value is out of range or the cluster lacks resources."""
     settings.check_extras()
     if not ray.is_initialized():
-        ray.init(namespace="serve")  # as `serve run` does later; the cluster's GPUs must be known here
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    gpus = [uses_gpu(model.config, resources) for model in models]
-    models = _placed(models, gpus, max(each.get("memory", 0.0) for each in resources))
+        ray.init(namespace="serve")  # as `serve run` does later; the cluster's machines must be known here
+    machines = _machines_for(models)
+    devices = [device_of(model.config, machines, model.accelerator_type) for model in models]
+    if machines.can_grow:
+        for model, device in zip(models, devices, strict=True):
+            logger.info("%s runs on %s: %s.", model.names[0], "GPUs" if device.gpu else "CPUs", device.why)
+    gpus = [device.gpu for device in devices]
+    models = _placed(models, gpus, machines)
     free = free_resources()
 
     def deployment(cls: Any, name: str, wanted: list[dict[str, float]], **options: Any) -> Any:
-        return serve.deployment(
+        return serve_deployment(
             cls,
             name=name,
-            # With room, new replicas of an update start before old ones end.
+            # With room now, at the update's own build, new replicas start before old ones end.
             max_surge_percent=100 if has_room(wanted, free) else 0,
             health_check_period_s=2,
             health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -155,34 +95,60 @@ def application_of(
             EngineHost,
             model.deployment,
             [*model.bundles],
-            **_replicas(model.scaling),
+            **replica_count(model.scaling),
             ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
             placement_group_bundles=[*model.bundles],
             placement_group_strategy="STRICT_PACK",
             max_constructor_retry_count=1,  # a second load of a model would fail too
         )
-        engines.append(engine.bind(model.config, gpu, settings.drain_timeout_s))
+        start = model.config, gpu, settings.drain_timeout_s
+        engines.append(with_version(engine, *start).bind(*start, model.scaling.sleeps))
     front = deployment(
         serve.ingress()(Front),  # without an app: each replica builds its own, since apps cannot be pickled
         "Front",
         [{"CPU": FRONT_CPUS}],
-        num_replicas=num_fronts or default_fronts(ray.cluster_resources()),  # type: ignore[no-untyped-call]
+        num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
         request_router_config=RequestRouterConfig(request_router_class=CallerRouter),  # type: ignore[arg-type]
         # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )
-    application: serve.Application = front.bind(models, settings, engines)
+    # Of the scaling, fronts use the sleep alone; the expected facts follow from the rest.
+    used = [replace(m, scaling=ScalingSettings(idle_sleep=m.scaling.idle_sleep), expected=None) for m in models]
+    application: serve.Application = with_version(front, used, settings).bind(models, settings, engines)
     return application
 
 
-def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], most_bytes: float) -> list[ModelSettings]:
+def _machines_for(models: Sequence[ModelSettings]) -> Machines:
+    """Return the machines of the cluster. Waits for the first one if a model's plan depends on it.
+
+    Serve builds an application in a task without a deadline, often when only a head exists that computes nothing. No
+    front could run then, so waiting here delays nothing."""
+    machines = machines_now()
+    waiting = [m.names[0] for m in models if m.config.device == "auto" or m.scaling.sleeps]
+    if machines.nodes or not waiting:
+        return machines
+    logger.warning(
+        "%s waits for the first machine with CPUs, which decides on device=auto and the memory of models that sleep; "
+        "device=cuda or accelerator_type asks for GPUs at once.",
+        ", ".join(waiting),
+    )
+    return wait_for_machine()
+
+
+def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], machines: Machines) -> list[ModelSettings]:
     """Return the models with the bundles of an engine. Those that may sleep reserve memory and have expected facts.
 
-    Raises CallboardError if a model needs more than `most_bytes`, the memory of the largest machine."""
-    expect: Any = ray.remote(num_cpus=0)(expected)  # torch is loaded in a worker, and not here
+    Raises CallboardError if a model needs more memory than the largest machine has."""
+    most_bytes = int(machines.most("memory"))
+    # A worker loads torch, on a machine that may have the model, and not here.
+    expect: Any = ray.remote(num_cpus=0)(expected)
     plans = [
-        expect.remote(model.config, gpu, int(most_bytes)) if model.scaling.sleeps else None
+        expect.options(scheduling_strategy=NodeAffinitySchedulingStrategy(machines.largest, soft=False)).remote(
+            model.config, gpu, most_bytes
+        )
+        if model.scaling.sleeps
+        else None
         for model, gpu in zip(models, gpus, strict=True)
     ]
     placed = []
@@ -193,7 +159,8 @@ def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], most_bytes: f
                 info, num_bytes = ray.get(plan)
             except RayError as e:
                 raise CallboardError(f"{model.names[0]} cannot be served: {plain_error(e)}") from e
-        placed.append(replace(model, expected=info, bundles=tuple(bundles(model.config, gpu, num_bytes))))
+        wanted = bundles(model.config, gpu, num_bytes, model.accelerator_type)
+        placed.append(replace(model, expected=info, bundles=tuple(wanted)))
     return placed
 
 

@@ -20,9 +20,11 @@ from starlette.types import Message
 from actors.front.engine_group import EngineGroup
 from actors.front.from_zero import ScaleFromZero
 from actors.ray.callers import Callers, current_call
+from actors.ray.deployments import check_options, one_sentence, refused_option, replica_options
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
+from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
@@ -42,7 +44,7 @@ from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.observability.request_line import RequestLines
-from serve_app.processes.application_processes import http_host, kill_any
+from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.generation import UntilClientLeaves
@@ -57,6 +59,8 @@ logger = logging.getLogger("ray.serve")
 class Front(HandleCalls):
     """One Serve replica: HTTP, text and tokens, and a link to each engine. All fronts share the engines."""
 
+    docs_path = "/docs"  # shown by Serve's API and Ray's dashboard
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[ModelSettings], settings: HttpSettings, engines: Sequence[DeploymentHandle[Any]]
     ) -> None:
@@ -67,6 +71,8 @@ class Front(HandleCalls):
             models: the models; the first one takes requests without a name.
             engines: the deployment of each model's engines, which fronts reach over sockets."""
         ignore_logging_errors()
+        with one_sentence():
+            check_options()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
@@ -78,7 +84,7 @@ class Front(HandleCalls):
 
         async def is_short(name: str) -> bool:
             model = sleepers[name]
-            return await lacks_resources(f"SERVE_REPLICA::{app_name}#{model.deployment}#", [*model.bundles])
+            return await lacks_resources(replicas_of(app_name, model.deployment), [*model.bundles])
 
         sleeping: dict[str, EngineGroup] = {}
         self._room = Room(sleeping, is_short)
@@ -162,6 +168,11 @@ class Front(HandleCalls):
             group.follow()
         await asyncio.to_thread(service.start, tokenizer, defaults)  # the chat template is compiled
 
+    def reconfigure(self, user_config: object) -> None:
+        """Log that nothing reads `user_config`, which Serve has changed in place."""
+        if refused := refused_option("Front", replica_options()):
+            logger.error(refused)
+
     def check_health(self) -> None:
         """Raise the error of a failed start, such as an unreadable tokenizer; Serve then replaces this replica."""
         if self._start.done():
@@ -191,13 +202,6 @@ class Front(HandleCalls):
         """End all live requests with an error, for `reason`."""
         for group in self._groups.values():
             group.end(reason)
-
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause the engines of the first model, or update their weights, for another Ray job.
-
-        docs/rollouts.md has the calls. Returns the answers of the engines by their ids. Raises WeightsRefused and
-        CallboardError."""
-        return await self._groups[self._models.first.model].weights(call, body)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a request of another Ray job; docs/handle_call.py shows a caller.

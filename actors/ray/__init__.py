@@ -2,6 +2,7 @@
 
     names              names of actors, by which processes find each other
     directory          the engines of an application, from Ray's list of actors
+    machines           the cluster's machines at the build of an application, and whether others may join
     placement          bundles, CPUs, GPUs and memory of an engine's actors
     room               ends idle engines while another model lacks resources
     caller_router      names the process that calls a handle, in each call

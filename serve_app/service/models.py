@@ -73,11 +73,21 @@ class Models:
         """Return a sentence with the reason if requests for the first model cannot be served now, else None."""
         return self.first.health()
 
-    async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
-        """Load an adapter of the first model as `Service.load_adapter` does; another model may not have its name."""
-        if any(service.serves(name) for service in self._services[1:]):
+    async def load_adapter(self, name: str, path: str, may_replace: bool, base: str | None = None) -> None:
+        """Load an adapter of the model `base`, by default the first, as `Service.load_adapter` does.
+
+        A sleeping model starts an engine for it. Another model may not have the adapter's name."""
+        own = self.of(base)
+        if any(service.serves(name) for service in self if service is not own):
             raise invalid("lora_name", f"is {shortened(name)!r}, which is another model's name")
-        await self.first.load_adapter(name, path, may_replace)
+        if own.sleep.is_allowed:
+            await own.sleep.start_engine()
+        await own.load_adapter(name, path, may_replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload the adapter of any model as `Service.unload_adapter` does."""
+        own = next((service for service in self if service.serves(name)), self.first)
+        await own.unload_adapter(name)
 
     async def reset_prefix_cache(self) -> None:
         """Evict the blocks that no live request holds. Raises ApiError or CallboardError as the engines' clients do."""

@@ -19,7 +19,7 @@ from serve_app.durations import Duration
 from serve_app.service.models import Models
 from serve_app.service.service import Service
 from serve_app.service.sleep import ModelSleep
-from serve_app.settings import ModelSettings, ScalingSettings
+from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -275,3 +275,20 @@ def test_two_models_with_a_name_are_refused():
 def test_idle_sleep_and_min_replicas_exclude_each_other():
     with pytest.raises(CallboardError, match="idle_sleep ends all replicas of a model, but min_replicas is 1"):
         ScalingSettings(idle_sleep=Duration("10m"), min_replicas=1)
+
+
+async def test_an_adapter_belongs_to_the_model_that_its_load_names(tmp_path):
+    server = Server()
+    app = build_http_app(server.models, HttpSettings(lora_folder=str(tmp_path)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        load = {"lora_name": "sql", "lora_path": "sql"}
+        for base, status in (("nope", 404), ("b", 200), (None, 400), ("a", 400)):  # b has the name then
+            body = load | ({} if base is None else {"base_model_name": base})
+            assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == status
+        assert (server.b.num_starts, list(server.b.adapters.states), list(server.a.adapters.states)) == (1, ["sql"], [])
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert {card["id"]: card["parent"] for card in cards} == {"a": None, "alias": None, "b": None, "sql": "b"}
+        answer = await http.post("/v1/completions", json={"model": "sql", "prompt": "x"})
+        assert answer.json()["choices"][0]["text"] == "from b"
+        assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})).status_code == 200
+        assert "sql" not in server.b.adapters.served()

@@ -31,6 +31,7 @@ class LoadAdapterRequest(RequestModel):
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    base_model_name: str | None = None  # the adapter's model; default: the first one
     load_inplace: bool = False  # replace an adapter of the same name
 
 
@@ -65,7 +66,7 @@ class AdapterRoutes:
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
         path = await asyncio.to_thread(path_within, folder, asked.lora_path, "lora_path", "adapters")
         async with Deadline(self._settings.request_timeout_s):
-            await self._models.load_adapter(asked.lora_name, path, asked.load_inplace)
+            await self._models.load_adapter(asked.lora_name, path, asked.load_inplace, asked.base_model_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:
@@ -73,7 +74,7 @@ class AdapterRoutes:
         self._folder()
         asked = await parsed_body(UnloadAdapterRequest, request, self._settings)
         async with Deadline(self._settings.request_timeout_s):
-            await self._models.first.unload_adapter(asked.lora_name)
+            await self._models.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     def _folder(self) -> str:
