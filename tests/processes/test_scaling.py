@@ -1,6 +1,7 @@
 """The engines of an application scale with its load: none, one, two, one, none, and one again for a request."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes.reader import Reader, until
-
 MODEL = "tiny"
+PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
+MAX_TOKENS = 16_000  # a stream is stopped long before
 ROWS = 4  # of each engine
+
+
+def sampling(prompt: int) -> dict[str, Any]:
+    return {"temperature": 0.7 * prompt, "seed": 1}
 
 
 def deploy(model: Path) -> None:
@@ -60,8 +65,50 @@ async def is_ready(url: str, phase: str = "") -> bool:
         return phase in ready.text
 
 
+async def until(condition, what: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, f"never: {what}"
+        await asyncio.sleep(0.05)
+
+
 async def there_are(count: int) -> bool:
     return len(await asyncio.to_thread(engines)) == count
+
+
+class Reader:
+    """One stream of a prompt, read in the background until it is closed."""
+
+    def __init__(self, url: str, prompt: int) -> None:
+        self._url, self.prompt, self.text, self.first_at = url, prompt, "", 0.0
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        body = {"prompt": PROMPTS[self.prompt], **sampling(self.prompt), "max_tokens": MAX_TOKENS, "ignore_eos": True}
+        async with (
+            httpx.AsyncClient(base_url=self._url, timeout=None) as client,
+            client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+        ):
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self.first_at = self.first_at or time.monotonic()
+                    self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+    async def more(self, num_characters: int = 40) -> None:
+        wanted = len(self.text) + num_characters
+
+        async def has_more() -> bool:
+            if self.task.done():
+                self.task.result()
+                raise AssertionError("the stream has ended")
+            return len(self.text) >= wanted
+
+        await until(has_more, "more text of a stream")
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
 
 async def ask(name: str, what: str) -> Any:
