@@ -16,7 +16,7 @@ from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults

@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,19 +11,23 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.ray.caller_router import CallerRouter
 from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
+from actors.ray.machines import Machines, machines_now, wait_for_machine
 from actors.ray.placement import (
     FRONT_CPUS,
     SUPERVISOR_CPUS,
     bundles,
-    computes,
     default_fronts,
-    free_resources,
+    device_of,
     has_room,
-    uses_gpu,
 )
+from actors.ray.private import deployment as serve_deployment
+from actors.ray.private import free_resources
 from runtime.inspection import check_model
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
@@ -31,6 +36,8 @@ from serve_app.build_errors import build_errors
 from serve_app.front import Front
 from serve_app.replicas import EngineHost, replica_count
 from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
+
+logger = logging.getLogger("ray.serve")
 
 _HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; replicas must survive a head that is cut off for 2 min
 _SHUTDOWN_POLL_S = 0.2  # between Serve's checks whether an ending replica still has requests
@@ -45,8 +52,7 @@ def build_app(args: AppArgs) -> serve.Application:
     with build_errors():
         models = args.model_settings()
         application = application_of(models, args.http_settings(), args.num_fronts)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        if len(nodes) == 1 and computes(nodes[0]):  # else other machines load the models
+        if not machines_now().can_grow:  # else other machines load the models
             for model in models:
                 check_model(model.config)
     return application
@@ -60,18 +66,21 @@ def application_of(
     Raises CallboardError if a value is out of range or the cluster lacks resources."""
     settings.check_extras()
     if not ray.is_initialized():
-        ray.init(namespace="serve")  # as `serve run` does later; the cluster's GPUs must be known here
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    gpus = [uses_gpu(model.config, resources) for model in models]
-    models = _placed(models, gpus, max(each.get("memory", 0.0) for each in resources))
+        ray.init(namespace="serve")  # as `serve run` does later; the cluster's machines must be known here
+    machines = _machines_for(models)
+    devices = [device_of(model.config, machines, model.accelerator_type) for model in models]
+    if machines.can_grow:
+        for model, device in zip(models, devices, strict=True):
+            logger.info("%s runs on %s: %s.", model.names[0], "GPUs" if device.gpu else "CPUs", device.why)
+    gpus = [device.gpu for device in devices]
+    models = _placed(models, gpus, machines)
     free = free_resources()
 
     def deployment(cls: Any, name: str, wanted: list[dict[str, float]], **options: Any) -> Any:
-        return serve.deployment(
+        return serve_deployment(
             cls,
             name=name,
-            # With room, new replicas of an update start before old ones end.
+            # With room now, at the update's own build, new replicas start before old ones end.
             max_surge_percent=100 if has_room(wanted, free) else 0,
             health_check_period_s=2,
             health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -98,8 +107,9 @@ def application_of(
         serve.ingress()(Front),  # without an app: each replica builds its own, since apps cannot be pickled
         "Front",
         [{"CPU": FRONT_CPUS}],
-        num_replicas=num_fronts or default_fronts(ray.cluster_resources()),  # type: ignore[no-untyped-call]
+        num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
+        request_router_config=RequestRouterConfig(request_router_class=CallerRouter),  # type: ignore[arg-type]
         # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )
@@ -109,13 +119,36 @@ def application_of(
     return application
 
 
-def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], most_bytes: float) -> list[ModelSettings]:
+def _machines_for(models: Sequence[ModelSettings]) -> Machines:
+    """Return the machines of the cluster. Waits for the first one if a model's plan depends on it.
+
+    Serve builds an application in a task without a deadline, often when only a head exists that computes nothing. No
+    front could run then, so waiting here delays nothing."""
+    machines = machines_now()
+    waiting = [m.names[0] for m in models if m.config.device == "auto" or m.scaling.sleeps]
+    if machines.nodes or not waiting:
+        return machines
+    logger.warning(
+        "%s waits for the first machine with CPUs, which decides on device=auto and the memory of models that sleep; "
+        "device=cuda or accelerator_type asks for GPUs at once.",
+        ", ".join(waiting),
+    )
+    return wait_for_machine()
+
+
+def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], machines: Machines) -> list[ModelSettings]:
     """Return the models with the bundles of an engine. Those that may sleep reserve memory and have expected facts.
 
-    Raises CallboardError if a model needs more than `most_bytes`, the memory of the largest machine."""
-    expect: Any = ray.remote(num_cpus=0)(expected)  # torch is loaded in a worker, and not here
+    Raises CallboardError if a model needs more memory than the largest machine has."""
+    most_bytes = int(machines.most("memory"))
+    # A worker loads torch, on a machine that may have the model, and not here.
+    expect: Any = ray.remote(num_cpus=0)(expected)
     plans = [
-        expect.remote(model.config, gpu, int(most_bytes)) if model.scaling.sleeps else None
+        expect.options(scheduling_strategy=NodeAffinitySchedulingStrategy(machines.largest, soft=False)).remote(
+            model.config, gpu, most_bytes
+        )
+        if model.scaling.sleeps
+        else None
         for model, gpu in zip(models, gpus, strict=True)
     ]
     placed = []
@@ -126,7 +159,8 @@ def _placed(models: Sequence[ModelSettings], gpus: Sequence[bool], most_bytes: f
                 info, num_bytes = ray.get(plan)
             except RayError as e:
                 raise CallboardError(f"{model.names[0]} cannot be served: {plain_error(e)}") from e
-        placed.append(replace(model, expected=info, bundles=tuple(bundles(model.config, gpu, num_bytes))))
+        wanted = bundles(model.config, gpu, num_bytes, model.accelerator_type)
+        placed.append(replace(model, expected=info, bundles=tuple(wanted)))
     return placed
 
 

@@ -3,7 +3,7 @@
 No `from __future__ import annotations` here: pydantic reads the types at run time.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
 
 from pydantic import (
@@ -29,7 +29,13 @@ class _ServeArgs(BaseModel):
         (), description="the names that clients use; answers have the first one; default: model"
     )
     num_fronts: int | None = Field(
-        None, ge=1, description="front replicas (CPU only) that share the engines; default: one per 4 CPUs, at most 4"
+        None,
+        ge=1,
+        description="front replicas (CPU only) that share the engines; default, at most 4: one per 4 CPUs of a single "
+        "machine; on a cluster one per engine, two if it uses GPUs",
+    )
+    accelerator_type: str | None = Field(
+        None, description="type of GPU as Ray names it, such as H100; engines wait for a machine with it"
     )
 
     models: tuple[dict[str, Any], ...] = Field(
@@ -45,11 +51,14 @@ class _ServeArgs(BaseModel):
     def model_settings(self) -> tuple[ModelSettings, ...]:
         """Return the models of the application; raises CallboardError if a value is out of range."""
         each = [self._of_model(entry) for entry in self.models] or [self]
-        return ModelSettings.of_all([(args.engine_config(), args.served_model_name, args.scaling()) for args in each])
+        models = ModelSettings.of_all([(args.engine_config(), args.served_model_name, args.scaling()) for args in each])
+        types = [args.accelerator_type for args in each]
+        return tuple(replace(model, accelerator_type=kind) for model, kind in zip(models, types, strict=True))
 
     def _of_model(self, entry: dict[str, Any]) -> Self:
         """Return the settings of an entry of `models`; those outside apply to all models."""
-        names = {"served_model_name", *(f.name for config in (EngineConfig, ScalingSettings) for f in fields(config))}
+        names = {f.name for config in (EngineConfig, ScalingSettings) for f in fields(config)}
+        names |= {"served_model_name", "accelerator_type"}
         for name in entry:
             if name not in names:
                 raise CallboardError(f"An entry of models has {name!r}, which is not a setting of one model.")
@@ -58,7 +67,10 @@ class _ServeArgs(BaseModel):
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's settings; raises CallboardError if a value is out of range."""
-        return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+        config = EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+        if self.accelerator_type and config.device == "cpu":
+            raise CallboardError(f"accelerator_type is {self.accelerator_type!r}, but device is cpu; leave one out.")
+        return replace(config, device="cuda") if self.accelerator_type else config
 
     def scaling(self) -> ScalingSettings:
         """Return the number of engines; raises CallboardError if a value is out of range."""

@@ -15,13 +15,16 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.types import Message
 
 from actors.front.engine_group import EngineGroup
 from actors.front.from_zero import ScaleFromZero
+from actors.ray.callers import Callers, current_call
 from actors.ray.deployments import check_options, one_sentence, refused_option, replica_options
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
+from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
@@ -36,14 +39,15 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.application import build_http_app
+from serve_app.handle import HandleCalls, encoded
 from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.observability.request_line import RequestLines
-from serve_app.processes.application_processes import http_host, kill_any
-from serve_app.protocol.answers import encode_json
+from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
+from serve_app.service.generation import UntilClientLeaves
 from serve_app.service.models import Models, when_started
 from serve_app.service.service import Service
 from serve_app.service.sleep import ModelSleep
@@ -52,7 +56,7 @@ from serve_app.settings import HttpSettings, ModelSettings
 logger = logging.getLogger("ray.serve")
 
 
-class Front:
+class Front(HandleCalls):
     """One Serve replica: HTTP, text and tokens, and a link to each engine. All fronts share the engines."""
 
     docs_path = "/docs"  # shown by Serve's API and Ray's dashboard
@@ -80,7 +84,7 @@ class Front:
 
         async def is_short(name: str) -> bool:
             model = sleepers[name]
-            return await lacks_resources(f"SERVE_REPLICA::{app_name}#{model.deployment}#", [*model.bundles])
+            return await lacks_resources(replicas_of(app_name, model.deployment), [*model.bundles])
 
         sleeping: dict[str, EngineGroup] = {}
         self._room = Room(sleeping, is_short)
@@ -98,7 +102,7 @@ class Front:
         self._models = Models([self._service_of(model, grammars) for model in models])
         fronts = RayFronts()
         store = ResponseStore(settings, fronts.own)
-        self.responses = StoreOnLoop(store)
+        self.stored_responses = StoreOnLoop(store)
         stored = StoredResponses(store, fronts)
         self._batches = Batches(settings)
 
@@ -109,6 +113,7 @@ class Front:
         self._app = build_http_app(
             self._models, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
+        self._routes, self._callers = self._app.router, Callers()
         self._start = asyncio.create_task(self._connect(models))
         if await has_healthy_engine(engines_of(app_name)):  # of any model
             await self._start
@@ -192,6 +197,7 @@ class Front:
 
         Requests of batches end here; the next front that runs the batch sends them again."""
         self._batches.stop()
+        self._is_leaving = True
         return sum(group.drain(reason) for group in self._groups.values())
 
     async def end(self, reason: str) -> None:
@@ -199,26 +205,21 @@ class Front:
         for group in self._groups.values():
             group.end(reason)
 
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause the engines of the first model, or update their weights, for another Ray job.
-
-        docs/rollouts.md has the calls. Returns the answers of the engines by their ids. Raises WeightsRefused and
-        CallboardError."""
-        return await self._groups[self._models.first.model].weights(call, body)
-
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a request of another Ray job; docs/handle_call.py shows a caller.
 
         `body` is that of /v1/completions or, with messages, of /v1/chat/completions. Yields {"index", "text",
         "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
-        content = encode_json(body)
+        call = current_call()
+        content = encoded(body)
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
         def prepare() -> PreparedRequest[Any]:
             return self._models.prepare(endpoint, endpoint.read(content))
 
         prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
-        async with aclosing(self._models.run(prepared)) as deltas:
+        leaving = UntilClientLeaves(partial(self.leaves, call.caller), _discard)
+        async with leaving, aclosing(self._models.run(prepared)) as deltas:
             async for new in deltas:
                 for delta in new:
                     yield {
@@ -229,6 +230,10 @@ class Front:
                         "seed": prepared.requests[delta.index].seed,
                         **message_delta(delta),
                     }
+
+
+async def _discard(message: Message) -> None:
+    """The `send` of a caller that gets its answer otherwise."""
 
 
 async def _wake(engines: DeploymentHandle[Any], room: Room, model: str) -> None:

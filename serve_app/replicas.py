@@ -8,12 +8,18 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private.common import RUNNING_REQUESTS_KEY
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from actors.engine.autoscaling import ServePolicy, report_of
 from actors.engine.supervisor import Supervisor
-from actors.ray.deployments import check_options, one_sentence, refused_option, replica_options, report_own_requests
+from actors.ray.deployments import (
+    RUNNING_REQUESTS_KEY,
+    check_options,
+    one_sentence,
+    refused_option,
+    replica_options,
+    report_own_requests,
+)
 from actors.ray.names import engines_of
 from actors.ray.process import ignore_logging_errors
 from runtime.spec.config import EngineConfig

@@ -77,6 +77,7 @@ class ModelSettings:
     deployment: str = ENGINES  # of its engines
     bundles: tuple[dict[str, float], ...] = ()  # the placement group of an engine
     expected: ModelInfo | None = None  # facts before its first engine; None if it never sleeps
+    accelerator_type: str | None = None  # of its engines' GPUs, as Ray names it; None for any
 
     @classmethod
     def of_all(cls, models: Sequence[tuple[EngineConfig, tuple[str, ...], ScalingSettings]]) -> tuple[Self, ...]:

@@ -16,12 +16,25 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
+from msgspec import to_builtins
+
 from actors.client.batch import Batch, BatchEnd, Job, Results
 from actors.client.engines import OneModelDirectory, RolloutGroup, find_engines
 from actors.client.join import join_ray
 from actors.client.loop_thread import LoopThread
 from actors.client.rollout import Rollout
 from actors.client.weight_sources import Source, Transport, parts_of
+from actors.wire.weight_calls import (
+    A,
+    Discard,
+    Finish,
+    GetState,
+    Pause,
+    Receive,
+    Resume,
+    Start,
+    WeightCall,
+)
 from runtime.core.requests import SEED_MASK, requests_of
 from runtime.spec.config import ModelInfo
 from runtime.spec.plain_values import integer, integers, is_integer, text
@@ -31,6 +44,7 @@ Prompt = Sequence[int]
 
 _SETTLED_S = 5.0  # for the Status with new weights, which an engine sends before its answer
 _POLL_S = 0.001
+_NEW_ENGINE_S = 5.0  # until a new engine is found; no front announces it here
 _MISSING = object()
 
 
@@ -65,7 +79,7 @@ class RolloutClient:
         `application` is its name in Ray Serve; None stands for the only one of this Ray. Raises CallboardError after
         the timeout, or if several applications could be meant."""
         join_ray()
-        directory = OneModelDirectory(find_engines(application, timeout_s))
+        directory = OneModelDirectory(find_engines(application, timeout_s), _NEW_ENGINE_S)
         thread = LoopThread("callboard-client")
         try:
             return cls(thread.call(_started(directory, timeout_s)), thread)
@@ -237,15 +251,15 @@ class RolloutClient:
 
         `kv`: what happens to held requests' keys and values if the weights change meanwhile. After `lease_s` seconds
         without a call about weights the pause ends; None for --trainer-timeout-s."""
-        self._weights("pause", {"mode": mode, "kv": kv, "lease_s": lease_s})
+        self._weights(Pause(mode=mode, kv=kv, lease_s=lease_s))
 
     def resume(self) -> None:
         """Run steps again."""
-        self._weights("resume", {})
+        self._weights(Resume())
 
     def weights_info(self) -> dict[str, Any]:
         """Return by engine whether it is paused, the version of its weights, and whether the store has that."""
-        return self._weights("info", {})
+        return {engine: to_builtins(state) for engine, state in self._weights(GetState()).items()}
 
     def update_weights(
         self,
@@ -273,21 +287,19 @@ class RolloutClient:
             method       of an actor: gets a list of slices, and returns their tensors
             tensors      of an actor: (name, dtype, shape) each; None to call its method `weight_list`"""
         name = None if version is None else _version_name(version, "version")
-        finish: dict[str, Any] = {"weight_version": name}
-        finish |= {"wait_stored": wait_stored} | ({} if kv is None else {"kv": kv})
-        update = {"update_id": secrets.token_hex(16)}
-        self._weights("start", update)
+        start = Start()
+        self._weights(start)
         try:
             for part in parts_of(source, transport, method, tensors):
-                self._weights("update", {"parts": [part]})
-            answers = self._weights("finish", finish)
+                self._weights(Receive([part]))
+            answers = self._weights(Finish(name, wait_stored, kv))
         except BaseException:
             with suppress(CallboardError):  # engines without an update
-                self._weights("discard", update)
+                self._weights(Discard(start.update_id))
             raise
-        serial, new = max((answer["serial"], answer["version"]) for answer in answers.values())
+        serial, new = max((state.serial, state.version) for state in answers.values())
         self._thread.call(_settled(self._group, serial))
-        return str(new)
+        return new
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Serve the adapter (LoRA) that PEFT has written to a folder of all nodes, in place of the one with this name.
@@ -295,8 +307,8 @@ class RolloutClient:
         Other requests are not affected. Raises CallboardError if an engine cannot load it: then none serves it."""
         self._thread.call(self._group.adapters.load(name, folder))
 
-    def _weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._thread.call(self._group.weights(call, body))
+    def _weights(self, call: WeightCall[A]) -> dict[str, A]:
+        return self._thread.call(self._group.weights(call))
 
 
 async def _started(directory: OneModelDirectory, timeout_s: float) -> RolloutGroup:

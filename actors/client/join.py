@@ -6,9 +6,9 @@ import os
 import socket
 
 import ray
-from ray._private import ray_constants, services
 
 from actors.ray.environment import SINGLE_MACHINE
+from actors.ray.private import address_to_join, join_on_loopback
 from runtime.spec.types import CallboardError
 
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -21,15 +21,14 @@ def join_ray() -> None:
     Raises CallboardError without a Ray."""
     if ray.is_initialized():
         return
-    address: str = services.get_ray_address_from_environment("auto", None)
-    host, _, port = address.rpartition(":")
+    host, _, port = address_to_join().rpartition(":")
     node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     if host in _LOOPBACK and not _answers(node, port):
         # The Ray of `callboard serve`. A process that has imported Ray takes it for the end of a cluster, and would
         # look for it at the machine's other address.
         for name, value in SINGLE_MACHINE.items():
             os.environ.setdefault(name, value)
-        ray_constants.ENABLE_RAY_CLUSTER = False
+        join_on_loopback()
     try:
         ray.init(address="auto")
     except ConnectionError as e:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.actor import ActorHandle
 
-from actors.runners.weight_parts import ActorPart, ObjectsPart, Slice, pieces
+from actors.runners.weight_parts import Slice, pieces
+from actors.wire.weight_calls import ActorPart, ObjectsPart, SentPart
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import FilesPart, TensorInfo, WeightPart
+from runtime.spec.weight_parts import FilesPart, TensorInfo
 from runtime.updates.update_info import part_of_json
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ _TWO_SIDED = ("GLOO", "NCCL")  # a trainer could join one rank for life, since a
 
 # A state dict; an object with one, or several; safetensors files or folders of them; an actor.
 Source = Mapping[str, Any] | ray.ObjectRef | Sequence[ray.ObjectRef] | str | Path | Sequence[str | Path] | ActorHandle
-Part = ObjectsPart | ActorPart | WeightPart
 Transport = Literal["objects", "ipc"]  # of a state dict: Ray's object store, or handles of its GPU memory
 
 
@@ -35,7 +35,7 @@ def parts_of(
     transport: Transport,
     method: str,
     tensors: Iterable[tuple[str, str, Sequence[int]]] | None,
-) -> Iterator[Part]:
+) -> Iterator[SentPart]:
     """Yield the parts of an update in order. Each needs its tensors only until the next is requested.
 
     An actor's `method` returns the tensors of a list of slices, as `weight_slices` does. `tensors` has the result of

@@ -22,6 +22,7 @@ from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.link_messages import EngineLoading
 from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
+from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
 from runtime.spec.config import EngineConfig, ModelInfo
 
@@ -131,11 +132,11 @@ class EngineActor:
         lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
         return lines
 
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause, or update the weights (actors/engine/weights.py). Raises WeightsRefused and CallboardError."""
+    async def weights(self, call: WeightCall[A]) -> A:
+        """Update the weights (actors/engine/weights.py). Raises WeightsRefused and CallboardError."""
         if not self._loaded.is_set():
             raise WeightsRefused("The engine is loading its model; try again later.", "unavailable")
-        return await asyncio.wrap_future(self._loop.weights.call(call, body))
+        return await asyncio.wrap_future(self._loop.weights.call(call))
 
     async def drain(self, reason: str) -> None:
         """Take no new requests. Fronts use other engines, or wait for one to start, or answer 503 with `reason`.

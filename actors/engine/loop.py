@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.cache_feed import CacheFeed, Followers
 from actors.engine.engine_adapters import EngineAdapters, LoadAdapter
@@ -25,7 +23,8 @@ from actors.engine.link_server import Connected, Connection, Disconnected, FromL
 from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
-from actors.engine.weights import CallRanks, EngineWeights
+from actors.engine.weights import EngineWeights
+from actors.runners.rank_weights import CallRanks
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import (
     Abort,
@@ -33,7 +32,6 @@ from actors.wire.link_messages import (
     Adapters,
     CancelPause,
     Follow,
-    Pause,
     ResetPrefixCache,
     Sleep,
     Status,
@@ -41,6 +39,7 @@ from actors.wire.link_messages import (
     WaitLimits,
 )
 from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.weight_calls import Pause
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
@@ -352,9 +351,9 @@ class EngineLoop:
             code = error.code if isinstance(error, WeightsRefused) else "unavailable"
             connection.answer(message.number, str(error or ""), code)
 
-        answer: Future[Any] = Future()
+        answer: Future[None] = Future()
         answer.add_done_callback(report)
-        self.weights.begin("pause", msgspec.structs.asdict(message), answer, connection)
+        self.weights.begin(message, answer, connection)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         self.requests.submit(connection, message, self._draining)

@@ -29,7 +29,8 @@ from actors.engine.link_server import Connection
 from actors.engine.live_requests import LiveRequests
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.link_messages import Pause, Sleep, encode
+from actors.wire.link_messages import Sleep, encode
+from actors.wire.weight_calls import Pause
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
 

@@ -21,9 +21,10 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.engine.actor import EngineActor
 from actors.engine.autoscaling import EngineFigures
-from actors.ray.directory import has_healthy_engine, plain_error
+from actors.ray.directory import announce_engine, has_healthy_engine, plain_error
 from actors.ray.names import NAMESPACE, model_of, new_name, titled
 from actors.ray.placement import engine_options
+from runtime.background import in_background
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 
@@ -90,6 +91,8 @@ class Supervisor:
         start = self._config, self._group, self._gpu, self.num_restarts, model_of(self._name), os.getpid()
         # In a thread: the call registers a name with Ray's head node, and blocks while the head node is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
+        announcing = asyncio.create_task(asyncio.to_thread(announce_engine, self._name.partition("/")[0]))
+        in_background(announcing, "the announcement of an engine")
         try:
             self._pid = await engine.pid.remote()
             await self._while_answering(engine, engine.start.remote(), _START_TIMEOUT_S)

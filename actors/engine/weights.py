@@ -20,15 +20,33 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate
 
 from actors.engine.link_server import Connection
 from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EnginePauses, Lease
+from actors.runners.rank_weights import CallRanks, P, RankWeights, T
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.link_messages import pause_of
+from actors.wire.link_messages import checked
+from actors.wire.weight_calls import (
+    A,
+    Check,
+    Checked,
+    Connect,
+    Discard,
+    Disconnect,
+    Finish,
+    GetState,
+    Pause,
+    Receive,
+    Rename,
+    Resume,
+    Start,
+    WeightCall,
+    WeightState,
+)
 from runtime.background import in_background
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
@@ -38,18 +56,9 @@ from runtime.updates.update_info import group_of_init_info, has_group, parts_of_
 logger = logging.getLogger(__name__)
 
 _EXPIRES_S = 600.0  # an update without a call for this long is dropped, because its trainer is gone
-_NEED_RUNNERS = {"init", "start", "update", "check", "finish"}  # calls that a sleeping engine refuses
+_NEED_RUNNERS = Connect | Start | Receive | Check | Finish  # calls that a sleeping engine refuses
 
-Body = dict[str, Any]
-Answer = Future[Body]
-
-
-class CallRanks(Protocol):
-    """Calls a method of all ranks at once, with the same arguments or with one of `of_rank` each.
-
-    Returns the results by rank. Raises CallboardError, or RunnersLost if the runners are lost."""
-
-    def __call__(self, method: str, *arguments: Any, of_rank: list[Any] | None = None) -> list[Any]: ...
+NoAnswer = Future[None]
 
 
 class _Update:
@@ -88,37 +97,25 @@ class EngineWeights:
         self.version = core.scheduler.info.weights  # None without weight_updates
         self._stored = self.version  # that fresh runners would have
         self._is_asleep = is_asleep
-        self._pending: deque[tuple[Callable[[], None], Answer]] = deque()  # until the current step ends
+        self._pending: deque[tuple[Callable[[], None], Future[Any]]] = deque()  # until the current step ends
         self._update: _Update | None = None
         self._pool = ThreadPoolExecutor(4, "weights")
-        self._storing: Answer | None = None  # the last write to the store
+        self._storing: NoAnswer | None = None  # the last write to the store
         self._num_discards = 0  # that ranks have not ended: they would drop the parts of the next update, too
         self._default_lease_s = core.scheduler.config.trainer_timeout_s
         self.pauses = EnginePauses(core, requests, finish, self._pause_lease, is_asleep, changed, pause_file)
-        self._handlers: dict[str, Callable[[Body, Answer], None]] = {
-            "resume": self._resume,
-            "info": self._info,
-            "init": self._connect,
-            "shutdown": self._disconnect,
-            "start": self._start,
-            "update": self._receive,
-            "check": self._check,
-            "finish": self._finish_update,
-            "discard": self._discard,
-            "rename": self._rename,
-        }
 
     # ---- for other threads ------------------------------------------------------------------------------------------
 
-    def call(self, name: str, body: Body) -> Answer:
+    def call(self, call: WeightCall[A]) -> Future[A]:
         """Do what a front or a trainer wants. The answer raises CallboardError, WeightsRefused among them."""
-        answer: Answer = Future()
-        self._call(partial(self.begin, name, body, answer))
+        answer: Future[A] = Future()
+        self._call(partial(self.begin, call, answer))
         return answer
 
     # ---- the step thread --------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, body: Body, answer: Answer, owner: Connection | None = None) -> None:
+    def begin(self, call: WeightCall[A], answer: Future[A], owner: Connection | None = None) -> None:
         """Do what a caller wants, or answer with its error. `owner` is the connection of the call, if it has one."""
         if not answer.set_running_or_notify_cancel():  # its caller is gone
             return
@@ -126,21 +123,42 @@ class EngineWeights:
             if self.version is None:
                 text = "This engine keeps its weights; start the server with --weight-updates to change them."
                 raise WeightsRefused(text, "unavailable")
-            if name in _NEED_RUNNERS and self._is_asleep():
+            if isinstance(call, _NEED_RUNNERS) and self._is_asleep():
                 raise WeightsRefused("The engine sleeps; wake it up before its weights change.", "busy")
-            if name == "pause":
-                self.pauses.ask(pause_of(body), answer, owner)
-            elif name in self._handlers:
-                self._handlers[name](body, answer)
-            else:
-                raise WeightsRefused(f"There is no call {name!r} about weights.", "bad_request")
+            self._do(call, answer, owner)
         except CallboardError as e:
             answer.set_exception(e)
         except Exception as e:
-            logger.exception("the call %s about weights failed", name)
-            answer.set_exception(CallboardError(f"The call {name!r} failed: {type(e).__name__}: {e}."))
-        if name != "info":  # which monitors call
+            logger.exception("the call %s about weights failed", type(call).__name__)
+            answer.set_exception(CallboardError(f"The call {type(call).__name__} failed: {type(e).__name__}: {e}."))
+        if not isinstance(call, GetState):  # which monitors send
             self.pauses.renew()
+
+    def _do(self, call: WeightCall[Any], answer: Future[Any], owner: Connection | None) -> None:
+        match call:
+            case Pause():
+                self.pauses.ask(checked(call), answer, owner)
+            case Resume():
+                self.pauses.resume()
+                answer.set_result(None)
+            case GetState():
+                answer.set_result(self._state())
+            case Connect():
+                self._connect(call, answer)
+            case Disconnect():
+                self._on_ranks(RankWeights.weights_disconnect, answer)
+            case Start():
+                self._start(call, answer)
+            case Receive():
+                self._receive(call, answer)
+            case Check():
+                self._check(answer)
+            case Finish():
+                self._finish_update(call, answer)
+            case Discard():
+                self._discard(call, answer)
+            case Rename():
+                self._rename(call, answer)
 
     @property
     def has_pending(self) -> bool:
@@ -172,9 +190,9 @@ class EngineWeights:
 
     def _in_thread(
         self,
-        work: Callable[[], Any],
-        done: Callable[[Any], None],
-        answer: Answer,
+        work: Callable[[], T],
+        done: Callable[[T], None],
+        answer: Future[Any],
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         """Run `work` beside the steps, then in the step thread `done` with its result, or `failed`.
@@ -207,48 +225,37 @@ class EngineWeights:
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
-    def _resume(self, body: Body, answer: Answer) -> None:
-        self.pauses.resume()
-        answer.set_result({})
-
-    def _info(self, body: Body, answer: Answer) -> None:
+    def _state(self) -> WeightState:
         assert self.version is not None
-        answer.set_result(
-            {
-                "paused": self.pauses.current is not None,
-                "version": self.version.name,
-                "serial": self.version.serial,
-                "stored": self._stored is not None and self._stored.serial == self.version.serial,
-                "updating": self._update is not None,
-                "world_size": self._num_ranks,
-            }
-        )
+        is_stored = self._stored is not None and self._stored.serial == self.version.serial
+        is_paused, is_open = self.pauses.current is not None, self._update is not None
+        return WeightState(is_paused, self.version.name, self.version.serial, is_stored, is_open, self._num_ranks)
 
-    def _connect(self, body: Body, answer: Answer) -> None:
-        info, before = body["init_info"], body["rank_offset"]
-        if not has_group(info):  # only NCCL needs a group
-            answer.set_result({})
+    def _on_ranks(
+        self, method: Callable[Concatenate[Any, P], Any], answer: NoAnswer, *args: P.args, **kw: P.kwargs
+    ) -> None:
+        """Call a method of all ranks beside the steps, then answer."""
+        self._in_thread(lambda: self._ranks(method, *args, **kw), lambda _: answer.set_result(None), answer)
+
+    def _connect(self, call: Connect, answer: NoAnswer) -> None:
+        if not has_group(call.init_info):  # only NCCL needs a group
+            answer.set_result(None)
             return
-        groups = [group_of_init_info(info, before + rank) for rank in range(self._num_ranks)]
-        self._in_thread(
-            partial(self._ranks, "weights_connect", of_rank=groups), lambda _: answer.set_result({}), answer
-        )
+        groups = [group_of_init_info(call.init_info, call.rank_offset + rank) for rank in range(self._num_ranks)]
+        self._on_ranks(RankWeights.weights_connect, answer, groups)
 
-    def _disconnect(self, body: Body, answer: Answer) -> None:
-        self._in_thread(partial(self._ranks, "weights_disconnect"), lambda _: answer.set_result({}), answer)
-
-    def _start(self, body: Body, answer: Answer) -> None:
+    def _start(self, call: Start, answer: NoAnswer) -> None:
         if self._update is not None or self._num_discards:
             raise WeightsRefused("Another update of the weights is open; finish or discard it.", "busy")
-        update = _Update(body["update_id"])
+        update = _Update(call.update_id)
         update.lease = Lease(_EXPIRES_S, self._call, self._expire, lambda: update.is_busy)
         self._update = update
-        answer.set_result({})
+        answer.set_result(None)
 
     def _expire(self) -> None:
         """Drop an update without calls, since its trainer is gone."""
         logger.warning("an update of the weights had no call for %.0f s; it is dropped", _EXPIRES_S)
-        self._discard({}, Future())
+        self._discard(Discard(), Future())
 
     def _drop(self, update: _Update) -> None:
         self._end(update)
@@ -267,71 +274,73 @@ class EngineWeights:
         self._update.is_busy = True
         return self._update
 
-    def _release(self, update: _Update, answer: Answer) -> None:
+    def _release(self, update: _Update, answer: Future[Any]) -> None:
         """The call of an update has ended."""
         update.is_busy = False
         update.lease.renew()
         if self._update is not update:
             answer.set_exception(WeightsRefused("The update was dropped meanwhile; begin another.", "not_open"))
 
-    def _receive(self, body: Body, answer: Answer) -> None:
-        given = body["parts"] if "parts" in body else body["update_info"]
+    def _receive(self, call: Receive, answer: NoAnswer) -> None:
         update = self._take()
 
         def receive() -> None:
-            for part in given if "parts" in body else parts_of_json(given):  # a trainer may name 100,000 tensors
-                self._ranks("weights_receive", part)
+            # a trainer may name 100,000 tensors
+            for part in parts_of_json(call.update_info) if call.parts is None else call.parts:
+                self._ranks(RankWeights.weights_receive, part)
 
         def received(_: object) -> None:
             update.num_parts += 1
-            answer.set_result({})
+            answer.set_result(None)
 
         self._of_update(update, receive, received, answer)
 
-    def _check(self, body: Body, answer: Answer) -> None:
+    def _check(self, answer: Future[Checked]) -> None:
         """Answer with all that must be equal on the engines of an update."""
         update, version = self._take(), self.version
         assert version is not None
 
         def checked(found: list[bool]) -> None:
-            own = {"update_id": update.id, "num_parts": update.num_parts, "is_complete": all(found)}
-            answer.set_result(own | {"serial": version.serial, "name": version.name, "identity": version.identity})
+            facts = version.serial, version.name, version.identity
+            answer.set_result(Checked(update.id, update.num_parts, all(found), *facts))
 
-        self._of_update(update, partial(self._ranks, "weights_check"), checked, answer)
+        self._of_update(update, partial(self._ranks, RankWeights.weights_check), checked, answer)
 
-    def _of_update(self, update: _Update, work: Callable[[], Any], done: Callable[[Any], None], answer: Answer) -> None:
+    def _of_update(
+        self, update: _Update, work: Callable[[], T], done: Callable[[T], None], answer: Future[Any]
+    ) -> None:
         """Run work of an update beside the steps, then `done` with its result if the update is still open.
 
         An error drops the update, since parts of it may be staged."""
 
-        def ended(result: Any) -> None:
+        def ended(result: T) -> None:
             self._release(update, answer)
             if not answer.done():
                 done(result)
 
         def failed() -> None:
             if self._update is update:
-                self._discard({}, Future())
+                self._discard(Discard(), Future())
 
         self._in_thread(work, ended, answer, failed)
 
-    def _finish_update(self, body: Body, answer: Answer) -> None:
-        if "update_id" in body and (self._update is None or self._update.id != body["update_id"]):
+    def _finish_update(self, call: Finish, answer: Future[WeightState]) -> None:
+        if not self._may_be(call.update_id):
             raise WeightsRefused("The update was dropped meanwhile; begin another.", "not_open")
         update = self._take()
 
         def check() -> list[bool]:
             if self._storing is not None:
                 wait([self._storing])  # the ranks still write the tensors of the last update
-            return self._ranks("weights_check")
+            return self._ranks(RankWeights.weights_check)
 
         def checked(found: list[bool]) -> None:
             update.is_busy = True
-            self._pending.append((partial(self._apply, update, all(found), body, answer), answer))
+            self._pending.append((partial(self._apply, update, all(found), call, answer), answer))
 
         self._of_update(update, check, checked, answer)
 
-    def _apply(self, update: _Update, is_complete: bool, body: Body, answer: Answer) -> None:
+    def _apply(self, update: _Update, is_complete: bool, call: Finish, answer: Future[WeightState]) -> None:
         """Change the weights of all ranks, between two steps."""
         if self._update is not update or self.version is None:
             raise WeightsRefused("The update was dropped before it was applied; begin another.", "not_open")
@@ -339,11 +348,13 @@ class EngineWeights:
             self._release(update, answer)
             raise WeightsRefused("The engine fell asleep before the update was applied; wake it up.", "busy")
         self._finish()
-        version = replace(self.version, **body.get("newest", {}))  # of all engines, for equal serials and names
-        version = version.after(update.id, body.get("weight_version"), is_complete)
+        version = self.version
+        if call.newest is not None:
+            version = replace(version, serial=call.newest[0], name=call.newest[1])
+        version = version.after(update.id, call.weight_version, is_complete)
         start = time.monotonic()
         try:
-            fingerprint = self._ranks("weights_apply", version)[0]
+            fingerprint = self._ranks(RankWeights.weights_apply, version)[0]
         except RunnersLost:
             raise
         except CallboardError as e:  # some ranks may have new weights
@@ -354,27 +365,27 @@ class EngineWeights:
         self.version = version
         self._meter.figures.count("callboard:weight_updates", "applied")
         info, pause = self._core.scheduler.info, self.pauses.current
-        kv = body.get("kv", "recompute" if pause is None else pause.kv)
+        kv = call.kv or ("recompute" if pause is None else pause.kv)
         self._core.scheduler.use_weights(replace(info, fingerprint=fingerprint, weights=version), kv == "keep")
         self._changed()
         self._storing = Future()
-        if body.get("wait_stored"):
+        if call.wait_stored:
             self._store(version, self._storing, answer)
         else:
-            self._info({}, answer)
+            answer.set_result(self._state())
             self._store(version, self._storing, Future())
 
-    def _store(self, version: WeightVersion, end: Answer, answer: Answer) -> None:
+    def _store(self, version: WeightVersion, end: NoAnswer, answer: Future[WeightState]) -> None:
         """All ranks write the version to the store, beside the steps."""
 
         def store() -> None:
             try:
-                self._ranks("weights_keep")
+                self._ranks(RankWeights.weights_store)
             except CallboardError as e:
                 logger.error("version %s of the weights is not stored: %s", version.name, e)
                 raise
             finally:
-                end.set_result({})
+                end.set_result(None)
 
         start = time.monotonic()
 
@@ -382,17 +393,20 @@ class EngineWeights:
             self._count_seconds("store", time.monotonic() - start)
             if self.version is not None and self.version.serial == version.serial:  # else runners were lost meanwhile
                 self._stored = self.version
-            self._info({}, answer)
+            answer.set_result(self._state())
 
         self._in_thread(store, stored, answer)
 
     def _count_seconds(self, phase: str, seconds: float) -> None:
         self._meter.figures.count("callboard:weight_update_seconds", phase, by=seconds)
 
-    def _discard(self, body: Body, answer: Answer) -> None:
-        """Drop the open update; with an `update_id` only that one."""
-        if "update_id" in body and (self._update is None or self._update.id != body["update_id"]):
-            answer.set_result({})
+    def _may_be(self, update_id: str | None) -> bool:
+        """True if the open update has this id; None stands for any update, also without an open one."""
+        return update_id is None or (self._update is not None and self._update.id == update_id)
+
+    def _discard(self, call: Discard, answer: NoAnswer) -> None:
+        if not self._may_be(call.update_id):
+            answer.set_result(None)
             return
         if self._update is not None:
             self._drop(self._update)
@@ -403,13 +417,13 @@ class EngineWeights:
 
         def discarded(_: object) -> None:
             ended()
-            answer.set_result({})
+            answer.set_result(None)
 
-        self._in_thread(partial(self._ranks, "weights_discard"), discarded, answer, ended)
+        self._in_thread(partial(self._ranks, RankWeights.weights_discard), discarded, answer, ended)
 
-    def _rename(self, body: Body, answer: Answer) -> None:
+    def _rename(self, call: Rename, answer: NoAnswer) -> None:
         assert self.version is not None
-        self.version = replace(self.version, name=body["new_version"])
+        self.version = replace(self.version, name=call.new_version)
         self._core.scheduler.info = replace(self._core.scheduler.info, weights=self.version)
         self._changed()
-        answer.set_result({})
+        answer.set_result(None)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
-if TYPE_CHECKING:
-    from actors.front.link import EngineLink
-
 _MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request
+
+
+class StreamLink(Protocol):
+    """A link to an engine, as its streams use it."""
+
+    draining: bool
+
+    def drop(self, stream: ClientStream) -> bool:
+        """Abort a stream. Returns False if it has already ended."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +35,7 @@ class ClientStream:
     prompt_scored: bool = False  # it has received its prompt's log-probabilities
     pending: RequestOutput | None = None  # not taken by the reader yet
     error: CallboardError | None = None
-    link: EngineLink | None = None  # its engine; None before it is assigned and after it has ended
+    link: StreamLink | None = None  # its engine; None before it is assigned and after it has ended
     number: int = 0  # on that link
     info: ModelInfo | None = None  # of its last engine
     accepted: bool = False  # by any engine: it then skips the queue limits of the next one
@@ -41,7 +48,7 @@ class ClientStream:
     # (token, version of the weights from there on); empty without weight_updates
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
     moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
-    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
+    refusals: dict[StreamLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
     _waiter: asyncio.Future[None] | None = None
 
     def output(self) -> RequestOutput:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace as replace_fields
 
@@ -27,6 +27,7 @@ from actors.wire.engine_client import EngineRefusal, Idleness, OnEngine, Refusal
 from actors.wire.link_messages import AbortById, CacheUpdate, Refused, Status
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
+from actors.wire.weight_calls import A, Pause, WeightCall
 from runtime.background import in_background
 from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 from runtime.spec.config import ModelInfo
@@ -53,8 +54,8 @@ class Directory(Protocol):
         While the engine loads its model, the call waits, or raises EngineLoading after a while."""
         ...
 
-    async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Pause an engine, or update its weights (actors/engine/weights.py). Raises CallboardError."""
+    async def weights(self, name: str, call: WeightCall[A]) -> A:
+        """Call an engine about its weights (actors/engine/weights.py). Raises CallboardError."""
         ...
 
     async def keep(self, name: str, seconds: float | None) -> Idleness | None:
@@ -198,12 +199,12 @@ class EngineGroup:
     def is_paused(self) -> bool:
         return any(link.pause is not None for link in self.links.values())
 
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        if call == "pause":
-            return await pause_engines([link for link in self.links.values() if link.usable], body)
+    async def weights(self, call: WeightCall[A]) -> dict[str, A]:
+        if isinstance(call, Pause):
+            return await pause_engines([link for link in self.links.values() if link.usable], call)
         # An engine on a lost node may still have a link, but Ray's calls do not reach it.
         names = sorted(link.name for link in self.links.values() if link.usable and link.name in self._names)
-        return await call_engines(self._directory.weights, names, call, body)
+        return await call_engines(self._directory.weights, names, call)
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self.links.values() if link.connected], dict(figures)

@@ -11,14 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from actors.front.link import EngineLink
 from actors.wire.adapter_entry import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.types import CallboardError
-
-if TYPE_CHECKING:
-    from actors.front.link import EngineLink
 
 
 class FrontAdapters:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from msgspec.structs import replace as replace_fields
 
@@ -34,7 +34,6 @@ from actors.wire.link_messages import (
     FromEngine,
     FromFront,
     Heartbeat,
-    Pause,
     Refused,
     Report,
     ResetPrefixCache,
@@ -48,13 +47,11 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
+from actors.wire.weight_calls import Pause
 from runtime.background import in_background
 from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Verified
-
-if TYPE_CHECKING:
-    from actors.front.engine_group import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +60,24 @@ _MAX_RETRY_S = 1.0
 _CONNECT_S = 10.0  # for an attempt: a frozen engine does not answer Ray calls
 _REPORT_S = 2.0  # for the answer to a report; after it, the last answer serves
 _ANSWER_S = 10.0  # for the answer to a request, which waits for the current step
+
+
+class LinkOwner(Protocol):
+    """Receives what happens on its links."""
+
+    ended_pauses: deque[str]  # ids
+
+    def on_lost(self, link: EngineLink, streams: list[ClientStream]) -> None:
+        """The connection ended. These streams need another engine."""
+        ...
+
+    def on_status(self, link: EngineLink, status: Status, is_first: bool) -> None:
+        """The engine sent its state. `is_first`: the link is usable from now on."""
+        ...
+
+    def on_cache_update(self, link: EngineLink, update: CacheUpdate) -> None: ...
+
+    def on_refused(self, link: EngineLink, stream: ClientStream, refused: Refused) -> None: ...
 
 
 class _Connection(asyncio.Protocol):
@@ -100,7 +115,7 @@ class EngineLink:
     """A connection to one engine, reopened when it breaks, and the streams that this engine serves."""
 
     def __init__(
-        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], group: EngineGroup
+        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], group: LinkOwner
     ) -> None:
         """`open_link()` requests an address and the model from the engine. It raises while the engine has none."""
         self.name, self.engine = name, engine_id(name)

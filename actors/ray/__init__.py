@@ -2,8 +2,11 @@
 
     names              names of actors, by which processes find each other
     directory          the engines of an application, from Ray's list of actors
+    machines           the cluster's machines at the build of an application, and whether others may join
     placement          bundles, CPUs, GPUs and memory of an engine's actors
     room               ends idle engines while another model lacks resources
+    caller_router      names the process that calls a handle, in each call
+    callers            how a handle was called, and whether its caller lives
     environment        variables that Ray reads at its start
     haproxy            adapts the configuration that Serve writes for HAProxy
     fork_server        forks Ray's workers from one process that has imported their modules
@@ -36,6 +39,9 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
                                             ray.serve._private that workers import
     placement.free_resources                ray._private.state.available_resources_per_node
+    caller_router.CallerRouter              Router._choose_replica_for_request; that Serve pickles a request's metadata
+    callers.current_call                    the local variable request_metadata of Serve's frames below a method
+    callers._dead                           the accessor of ray._private.state, and its record of a process
     room.lacks_resources                    that Serve names a replica's placement group as the replica
     names.default_weight_store              ray._private.worker._global_node
     serve_app/processes                     titles of Ray's processes, and the folder and names of their logs

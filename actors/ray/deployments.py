@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import PrivateAttr
 from ray import serve
 from ray.serve._private import replica
+from ray.serve._private.common import RUNNING_REQUESTS_KEY as RUNNING_REQUESTS_KEY
 from ray.serve._private.config import DeploymentConfig
 
 from runtime.spec.types import CallboardError
@@ -30,7 +31,7 @@ class _VersionedConfig(DeploymentConfig):
     _own_version: str = PrivateAttr("")
 
     def to_proto(self) -> Any:
-        found: Any = super().to_proto()
+        found: Any = super().to_proto()  # type: ignore[no-untyped-call]
         found.version = self._own_version  # in place of the application's
         return found
 
@@ -86,7 +87,8 @@ def replica_options() -> Any:
 
 def report_own_requests() -> None:
     """Let Serve fetch this replica's figures also if it gets an `autoscaling_config` in place, after its start."""
-    replica.RAY_SERVE_COLLECT_AUTOSCALING_METRICS_ON_HANDLE = False
+    settings: Any = replica
+    settings.RAY_SERVE_COLLECT_AUTOSCALING_METRICS_ON_HANDLE = False
 
 
 @contextmanager

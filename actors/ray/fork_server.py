@@ -26,8 +26,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+SERVE_MODULES = (  # the controller, the proxies and the replicas
+    "ray.serve._private.controller",
+    "ray.serve._private.haproxy",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+)
 _WORKER = "/ray/_private/workers/default_worker.py"
 _AGENTS = {  # names of port files by an agent's options
     "/ray/dashboard/agent.py": {
@@ -134,7 +140,12 @@ class _ForkServer:
                 elif descriptor == self._listener.fileno() and (arguments := self._accept()) is not None:
                     return arguments
             if remaining:
-                importlib.import_module(remaining.pop(0))
+                try:
+                    importlib.import_module(module := remaining.pop(0))
+                except ModuleNotFoundError as e:
+                    if e.name != module:
+                        raise
+                    print(f"This Ray lacks {module}, so its workers start more slowly.", file=sys.stderr)
                 gc.freeze()  # a collection in a fork would write to, and so copy, all of this memory
 
     def _accept(self) -> list[str] | None:
@@ -195,15 +206,13 @@ def _suits(environment: dict[str, str]) -> bool:
 
 def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     import ctypes
-    from types import SimpleNamespace
 
-    import ray
+    from actors.ray.private import draw_class_ids_from_system
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the driver, as Ray's daemons do
     # Ray's library seeds its generator of ids at its first use. That must happen in each fork, or all forks would draw
     # the same ids. But modules with actors draw an id for each class at import, so these ids come from the system.
-    actor: Any = ray.actor
-    actor.ActorClassID = SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
+    draw_class_ids_from_system()
     return _ForkServer(listener).serve(modules)
 
 

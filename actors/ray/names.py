@@ -12,10 +12,11 @@ from typing import Any
 
 import ray
 
+from actors.ray.private import session_folder
 from runtime.spec.config import EngineConfig
 
 NAMESPACE = "callboard"
-_SERVE_NAMESPACE = "serve"  # Serve's own
+SERVE_NAMESPACE = "serve"  # Serve's own
 
 
 def new_name(name: str) -> str:
@@ -29,10 +30,17 @@ def living_actors(prefix: str) -> list[str]:
     An engine counts only while its Serve replica lives. If a replica created it just after the death of its node, Ray
     lists the engine for ever, but never starts it."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == _SERVE_NAMESPACE}
+    replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == SERVE_NAMESPACE}
     names = [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
     living = [name for name in names if "/engine/" not in name or engine_id(name) in replicas]
     return sorted(living, key=lambda name: int(name.rpartition("#")[2]))
+
+
+def serve_actors(prefix: str = "") -> frozenset[str]:
+    """Return the names of Serve's living actors that begin with `prefix`."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = (actor["name"] for actor in actors if actor["namespace"] == SERVE_NAMESPACE)
+    return frozenset(name for name in names if name.startswith(prefix))
 
 
 def engines_of(application: str, config: EngineConfig | None = None, deployment: str = "Engine") -> str:
@@ -57,8 +65,7 @@ def drafts_of(model: str) -> str:
 
 def default_weight_store(model: str) -> str:
     """Return the folder for the weights of a model (`model_of`), which ends with this Ray."""
-    node: Any = ray._private.worker._global_node
-    return str(Path(node.get_session_dir_path(), "callboard-weights", model))
+    return str(Path(session_folder(), "callboard-weights", model))
 
 
 def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = None) -> Any:

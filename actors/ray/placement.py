@@ -15,13 +15,13 @@ visible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.ray.machines import Machines, accelerator_resource
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 
@@ -32,35 +32,36 @@ RUNNER_CPUS = 1.0
 FRONT_CPUS = 0.5
 DRAFT_CPUS = 0.4  # taken from its runner's, without a bundle of its own
 _DRAFT_GPUS = 0.1  # the same
+_KIND_SHARE = 0.001  # taken from each machine's resource for its type of accelerator, which is 1
 
 
-def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool:
-    """True if the runners use GPUs: the settings require them, or a machine has enough of them.
+class Device(NamedTuple):
+    """The device of a model's runners."""
 
-    `nodes` are the resources of each machine. A head that computes nothing has none: its machines are still to come,
-    as on Kubernetes, and the settings alone decide. Raises CallboardError if no machine has enough GPUs for all ranks.
-    """
-    nodes = list(nodes)
+    gpu: bool
+    why: str  # half a sentence
+
+
+def device_of(config: EngineConfig, machines: Machines, accelerator_type: str | None = None) -> Device:
+    """Return the device of a model's runners, which depends on `machines` only for device=auto.
+
+    Raises CallboardError if no machine has enough GPUs for all ranks and none may join."""
     if config.device == "cpu":
-        return False
-    if config.device == "cuda" and nodes and not any(computes(resources) for resources in nodes):
-        return True
-    most = max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
-    size, what = config.tensor_parallel_size, ""
+        return Device(False, "device is cpu")
+    most, size, what = int(machines.most("GPU", accelerator_type)), config.tensor_parallel_size, ""
     needed = size
     if has_own_gpu(config):
         needed, what = size + 1, " and draft_device=own"
-    if most < needed and (config.device == "cuda" or 0 < most < size):
-        raise CallboardError(
-            f"tensor_parallel_size={size}{what} needs {needed} GPUs on one machine, but the Ray cluster's machines "
-            f"have {most} at most; use device=cpu or add GPUs."
-        )
-    return most >= needed
-
-
-def computes(resources: Mapping[str, float]) -> bool:
-    """True if a machine with these resources may have engines and fronts."""
-    return bool(resources.get("CPU") or resources.get("GPU"))
+    if most >= needed:
+        return Device(True, f"a machine has {most} of {needed} GPUs")
+    if config.device == "auto" and not 0 < most < size:
+        return Device(False, f"no machine has {needed} GPUs now; device=cuda or accelerator_type waits for them")
+    kind = f"{accelerator_type} GPUs" if accelerator_type else "GPUs"
+    text = f"tensor_parallel_size={size}{what} needs {needed} {kind} on one machine, but the Ray cluster's machines"
+    advice = "a smaller tensor_parallel_size, quantization or a larger machine" if needed > 1 else "device=cpu"
+    if machines.can_grow:
+        return Device(True, f"{text} have {most} at most now, so engines wait; else use {advice}")
+    raise CallboardError(f"{text} have {most} at most; use {advice}, or add GPUs.")
 
 
 def has_own_gpu(config: EngineConfig) -> bool:
@@ -68,25 +69,25 @@ def has_own_gpu(config: EngineConfig) -> bool:
     return config.has_draft_model and config.draft_device == "own"
 
 
-def default_fronts(cluster_resources: dict[str, float]) -> int:
-    """Return the number of front replicas for a cluster: one on a laptop, four on a GPU host.
+def default_fronts(machines: Machines, engines: Sequence[int], gpus: Sequence[bool]) -> int:
+    """Return the number of front replicas from the number of each model's engines, and whether they use GPUs.
 
-    One Python process writes about ten thousand events a second. HAProxy, engines and runners need cores too."""
-    return min(4, max(1, int(cluster_resources.get("CPU", 0)) // 4))
+    One Python process writes about ten thousand events a second. One machine has one front on a laptop, four on a GPU
+    host: HAProxy, engines and runners need cores too. Where machines may join, only the engines count."""
+    wanted = sum(number * (1 + gpu) for number, gpu in zip(engines, gpus, strict=True))
+    return min(4, max(1, wanted if machines.can_grow else int(machines.num_cpus) // 4))
 
 
-def bundles(config: EngineConfig, gpu: bool, num_bytes: int = 0) -> list[dict[str, float]]:
+def bundles(
+    config: EngineConfig, gpu: bool, num_bytes: int = 0, accelerator_type: str | None = None
+) -> list[dict[str, float]]:
     """Return the placement group of one engine. `num_bytes` of memory are reserved for its processes."""
     memory = {"memory": float(num_bytes)} if num_bytes else {}
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
+    if gpu and accelerator_type:
+        runner[accelerator_resource(accelerator_type)] = _KIND_SHARE
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
-
-
-def free_resources() -> list[Mapping[str, float]]:
-    """Return the resources of each machine that no placement group or actor has."""
-    state: Any = ray._private.state
-    return list(state.available_resources_per_node().values())
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import ray
 
-from actors.ray.placement import free_resources, has_room
+from actors.ray.placement import has_room
+from actors.ray.private import free_resources
 from actors.wire.engine_client import Idleness
 
 logger = logging.getLogger("ray.serve")

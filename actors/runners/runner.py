@@ -12,24 +12,20 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
+from actors.runners.rank_weights import RankWeights
 from actors.runners.step_channel import serve_steps
 from actors.wire.transport import Address, connect
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
-from runtime.updates.parts import GroupInfo, WeightPart
+from runtime.spec.shard import Shard
 
 if TYPE_CHECKING:
-    from actors.runners.weight_parts import ActorPart, ObjectsPart
-    from runtime.worker.extras import WeightUpdates
     from runtime.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-class ModelRunnerActor(ModelActor):
+class ModelRunnerActor(RankWeights, ModelActor):
     """The process of one rank. Its methods raise CallboardError if they fail."""
 
     # Beside `wait_for_exit`, a trainer's call that waits, the write of the last update, and other calls
@@ -73,43 +69,6 @@ class ModelRunnerActor(ModelActor):
     def wake(self) -> None:
         """Prepare for plans again. All state of requests is lost."""
         self._runner.wake()
-
-    def weights_connect(self, group: GroupInfo) -> None:
-        """Join a trainer's NCCL group. Waits until all have joined."""
-        self._updates.connect(group)
-
-    def weights_disconnect(self) -> None:
-        """Leave the trainer's group."""
-        self._updates.disconnect()
-
-    def weights_receive(self, part: WeightPart | ObjectsPart | ActorPart) -> None:
-        """Stage the tensors of a part of an update, while steps continue."""
-        from actors.runners.weight_parts import local_part
-
-        self._updates.receive(local_part(part))
-
-    def weights_check(self) -> bool:
-        """Return True if the staged tensors are all of the model's."""
-        return self._updates.check()
-
-    def weights_apply(self, version: WeightVersion) -> str:
-        """Take the staged weights, while no plan is computed. Returns the model's new fingerprint."""
-        return self._runner.update_weights(version)
-
-    def weights_keep(self) -> None:
-        """Write the weights to the store of this node, while steps continue."""
-        self._updates.keep()
-
-    def weights_discard(self) -> None:
-        """Drop the staged tensors. A `weights_receive` that waits ends with an error."""
-        self._updates.discard()
-
-    @property
-    def _updates(self) -> WeightUpdates:
-        updates = self._runner.updates
-        if updates is None:
-            raise CallboardError("This model runner keeps its weights; start it with weight_updates.")
-        return updates
 
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps. When the connection ends, this process ends."""

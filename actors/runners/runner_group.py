@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -26,6 +26,7 @@ from actors.ray.directory import plain_error
 from actors.ray.names import NAMESPACE, living_actors, new_name, titled
 from actors.ray.placement import draft_options, runner_options
 from actors.runners.draft import DraftActor, SocketDraft, StepMicroseconds
+from actors.runners.rank_weights import P, T
 from actors.runners.runner import ModelRunnerActor
 from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire.transport import FrameSocket, Listener
@@ -211,17 +212,16 @@ class RunnerGroup:
 
     def load_adapter(self, index: int, path: str, digest: str) -> None:
         """Load an adapter on all runners while they serve. Raises CallboardError, or RunnersLost if they are lost."""
-        self.call_all("load_adapter", index, path, digest)
+        self.call_all(ModelRunnerActor.load_adapter, index, path, digest)
 
-    def call_all(self, method: str, *arguments: Any, of_rank: list[Any] | None = None) -> list[Any]:
-        """Call a method of all runners, with the same arguments or with one of `of_rank` each.
+    def call_all(self, method: Callable[Concatenate[Any, P], T], *arguments: P.args, **by_name: P.kwargs) -> list[T]:
+        """Call a method of all runners.
 
         Returns the results by rank. Raises CallboardError, or RunnersLost if they are lost."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
-        each = [arguments for _ in ranks.runners] if of_rank is None else [(argument,) for argument in of_rank]
-        return ranks.call_all(method, *each, while_open=True)
+        return ranks.call_all(method.__name__, *[arguments for _ in ranks.runners], while_open=True)
 
     def set_sleep(self, level: int) -> None:
         """Put all runners to sleep (1), end them (2), or wake them (0). Asleep, they may get no plan.

@@ -10,33 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from actors.ray.directory import plain_error
+from actors.wire.weight_calls import ActorPart, ObjectsPart, SentPart
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import ArraysPart, PullPart, TensorInfo, WeightPart
+from runtime.spec.weight_parts import ArraysPart, PullPart, WeightPart
 
 if TYPE_CHECKING:
     import torch
 
 Slice = tuple[str, int | None, int, int]  # tensor, dimension (None: the whole tensor), start, stop
-
-
-class ObjectsPart(msgspec.Struct, frozen=True):
-    """Tensors in Ray's object store. Each object is a dict: name -> tensor, array or StoredTensor."""
-
-    refs: list[Any]  # ObjectRefs
-
-
-class ActorPart(msgspec.Struct, frozen=True):
-    """Tensors of an actor. Its method returns a list with one tensor for each requested Slice."""
-
-    trainer: Any  # its handle
-    method: str
-    tensors: list[TensorInfo]
 
 
 class StoredTensor(NamedTuple):
@@ -47,7 +33,7 @@ class StoredTensor(NamedTuple):
     array: np.ndarray  # its bytes, uint8 [n]
 
 
-def local_part(part: WeightPart | ObjectsPart | ActorPart) -> WeightPart:
+def local_part(part: SentPart) -> WeightPart:
     """Return the part as this process reads it. Raises CallboardError if its tensors are lost."""
     if isinstance(part, ObjectsPart):
         tensors: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 transport          connections that carry frames, opened by invitation
 link_messages      the messages between a front and an engine
+weight_calls       the calls about an engine's weights, and their answers
 engine_client      the interface of the engines for fronts, and its errors
 adapter_entry      the names and the states of adapters
 metrics            the names of all metrics, and values that can be added up

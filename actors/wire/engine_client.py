@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.weight_calls import A, WeightCall
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, Request, RequestOutput
 
@@ -130,26 +131,12 @@ class EngineClient(Protocol):
         """True if any engine is paused."""
         ...
 
-    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def weights(self, call: WeightCall[A]) -> dict[str, A]:
         """Call every current engine about its weights, and return their answers by the ids of the engines.
 
-            call      body                                the engines
-            pause     mode: keep, wait or abort;          hold, finish or abort their requests, then run no step;
-                      kv: recompute or keep;              after an update, requests lose or keep their KV;
-                      lease_s                             without calls for this long, the pause ends
-            resume                                        run steps again
-            info                                          answer {paused, version, serial, stored, updating, world_size}
-            init      init_info: of vLLM                  join the trainer's group
-            shutdown                                      leave it
-            start     update_id                           open an update
-            update    update_info: of vLLM, or a list     stage its parts
-            finish    weight_version: text or None;       apply the update on all engines or none, and answer as info;
-                      wait_stored: bool; kv: as pause's   with wait_stored after the weight store has the version
-            discard                                       drop the open update, and abort a part that is received
-            rename    new_version                         call the version so
-
-        All engines pause, or none: a cancelled or refused pause is undone.
-        Raises WeightsRefused if an engine refuses the call, also without an engine, and CallboardError if one fails."""
+        All engines pause, or none: a cancelled or refused pause is undone. An update is applied on all engines, or on
+        none. Raises WeightsRefused if an engine refuses the call, also without an engine, and CallboardError if one
+        fails."""
         ...
 
     def engines(self) -> list[str]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
-from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import Refusal, RefusalCode, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.weight_calls import Pause
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
 from runtime.spec.weight_version import WeightVersion
@@ -32,7 +33,6 @@ from runtime.spec.weight_version import WeightVersion
 # prefix that the other engine has not cached.
 HEARTBEAT_S = 0.2
 LOST_AFTER_BEATS = 6
-MAX_LEASE_S = 31_536_000.0  # of a pause: a year
 LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
 
 
@@ -218,26 +218,13 @@ class Sleep(msgspec.Struct, array_like=True, tag=15):
     level: int
 
 
-class Pause(msgspec.Struct, array_like=True, tag=17, frozen=True):
-    """Compute no step until a resume or the end of the lease (actors/engine/sleep.py). The engine then answers Done.
-
-    A pause that has not begun ends with its connection."""
-
-    number: int = 0
-    pause_id: str = ""  # the same for all engines
-    mode: Literal["keep", "wait", "abort"] = "abort"
-    kv: Literal["recompute", "keep"] = "recompute"  # of running requests, if the weights change meanwhile
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)] | None = None  # None for trainer_timeout_s
-    joins: bool = False  # it began before the engine: one that was paused or resumed ignores it
-
-
-def pause_of(fields: dict[str, Any]) -> Pause:
-    """Return a pause with a new id and these fields. Raises WeightsRefused if one is wrong."""
+def checked(pause: Pause) -> Pause:
+    """Return the pause with a new id unless it has one. Raises WeightsRefused if a field is wrong."""
+    pause = replace_fields(pause, pause_id=pause.pause_id or secrets.token_hex(8))
     try:
-        pause = Pause(**{"pause_id": secrets.token_hex(8), **fields})
         return msgspec.msgpack.decode(encode(pause), type=Pause)
-    except (TypeError, msgspec.ValidationError) as e:
-        raise WeightsRefused(f"A pause cannot have the fields {fields}: {e}.", "bad_request") from e
+    except msgspec.ValidationError as e:
+        raise WeightsRefused(f"{pause} is not possible: {e}.", "bad_request") from e
 
 
 class CancelPause(msgspec.Struct, array_like=True, tag=18):

@@ -30,6 +30,7 @@ _QUICK = {  # as `callboard serve` has it: workers when they are needed, no lowe
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "240",  # where all machines share a few busy cores
 }
 _DEPLOY = """
 import json, sys
@@ -65,34 +66,57 @@ class Cluster:
 
     def start(self, model: str | None) -> None:
         """Returns when Serve has accepted the application."""
-        gcs = f"{self.head.address}:6379"
         is_apart = self.head is not self.front
-        self._ray_start(self.head, *_HEAD, *(_NO_CPUS if is_apart else _FRONT)).check()
-        nodes = [self._ray_start(self.other, f"--address={gcs}", *_ENGINE)]
-        if is_apart:
-            nodes.append(self._ray_start(self.front, f"--address={gcs}", *_FRONT))
-        for node in nodes:
-            node.check()
+        self.start_head(*(_NO_CPUS if is_apart else _FRONT))
+        nodes = [(self.other, _ENGINE), *([(self.front, _FRONT)] if is_apart else [])]
+        for started in [self._ray_start(machine, *self._joined, *options) for machine, options in nodes]:
+            started.check()
+        front = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
+        args = self.args(model, num_replicas=2, num_fronts=1, device="cpu")
+        application = {"name": "callboard", "args": args, "deployments": [front]}
+        self.deploy("EveryNode" if is_apart else "HeadOnly", application)
+
+    def start_head(self, *options: str) -> None:
+        """Start Ray on the head, by default one that computes nothing."""
+        self._ray_start(self.head, *_HEAD, *(options or _NO_CPUS)).check()
+
+    def join(self, machine: Machine, *options: str) -> None:
+        """Start Ray on another machine."""
+        self._ray_start(machine, *self._joined, *options).check()
+
+    def args(self, model: str | None, **settings: object) -> dict[str, object]:
+        """Return the arguments of an application."""
         path = model or str(write_tiny_gguf(self._folder / "tiny.gguf", llama__context_length=16384))
+        own = {"model": path, "served_model_name": "model", "deterministic": True, "num_threads": 1}
+        return {**own, "kv_cache_memory": 0.1, **settings}
+
+    def deploy(self, proxy_location: str, *applications: dict[str, object]) -> None:
+        """Returns when Serve has accepted the applications."""
         config = {
-            "proxy_location": "EveryNode" if is_apart else "HeadOnly",
+            "proxy_location": proxy_location,
             "http_options": {"host": "0.0.0.0", "port": PORT},
             "logging_config": {"enable_access_log": False},
-            "applications": [
-                {
-                    "name": "callboard",
-                    "import_path": "serve_app.app:build_app",
-                    "args": {
-                        "model": path, "served_model_name": "model", "num_replicas": 2, "num_fronts": 1,
-                        "deterministic": True, "num_threads": 1, "kv_cache_memory": 0.1, "device": "cpu",
-                    },
-                    "deployments": [
-                        {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
-                    ],
-                }
-            ],
-        }  # fmt: skip
-        _Started(self.front.command(sys.executable, "-c", _DEPLOY, gcs, json.dumps(config)), self._environment).check()
+            "applications": [{"import_path": "serve_app.app:build_app", **each} for each in applications],
+        }
+        self.python(_DEPLOY, json.dumps(config))
+
+    def python(self, program: str, *arguments: str) -> str:
+        """Run a program of Python on the head, with the GCS's address as its first argument. Returns its output."""
+        command = self.head.command(sys.executable, "-c", program, self._gcs, *arguments)
+        return _Started(command, self._environment).check()
+
+    def logged(self, pattern: str) -> list[str]:
+        """Return the lines with this text in the logs of Serve on the head."""
+        logs = self.head.folder.glob("session_latest/logs/serve/*.log")
+        return [line for path in logs for line in path.read_text().splitlines() if pattern in line]
+
+    @property
+    def _gcs(self) -> str:
+        return f"{self.head.address}:6379"
+
+    @property
+    def _joined(self) -> list[str]:
+        return [f"--address={self._gcs}"]
 
     def restart_head(self) -> None:
         """Start Ray anew on a head of its own after its processes were killed; returns at once. It must not see the
@@ -155,7 +179,8 @@ class _Started:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def check(self) -> None:
+    def check(self) -> str:
         said, _ = self._process.communicate()
         if self._process.returncode:
             sys.exit(f"{said}\nA machine of the cluster did not start.")
+        return said

@@ -48,7 +48,8 @@ class Machine:
     def __init__(self, number: int, folder: Path) -> None:
         self.address = f"10.77.0.{number}"
         self._cable = f"cable{number}"
-        for path in (folder, own := folder.with_name(f"{folder.name}{number}")):
+        self.folder = own = folder.with_name(f"{folder.name}{number}")  # `folder` as the machine's processes see it
+        for path in (folder, own):
             path.mkdir(exist_ok=True)
         # A namespace lives while a process is in it.
         hold = f"mount --bind {own} {folder} && echo && exec sleep infinity"

@@ -27,7 +27,8 @@ import ray
 from actors.engine.supervisor import Supervisor
 from actors.front.engine_group import EngineGroup
 from actors.ray.directory import RayDirectory, find_engines
-from actors.ray.placement import bundles, uses_gpu
+from actors.ray.machines import machines_now
+from actors.ray.placement import bundles, device_of
 from benchmarks.library.measure import Results, engine_config, middle, new_parser
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
@@ -57,7 +58,7 @@ async def run_batch(
 
 
 async def measure(config: EngineConfig, args: Any, results: Results, texts: dict[Any, str]) -> None:
-    gpu = uses_gpu(config, [ray.cluster_resources()])
+    gpu = device_of(config, machines_now()).gpu
     group = ray.util.placement_group(bundles(config, gpu), "STRICT_PACK")
     ray.get(group.ready(), timeout=60)
     name = f"speculation-{time.time_ns()}"

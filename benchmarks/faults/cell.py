@@ -84,6 +84,7 @@ class Cell:
         self.proxy, self.reads = TcpProxy(), asyncio.Event()
         self.reads.set()
         self.victim = ""
+        self.trainer: Trainer
         self._struck: list[LocalProcess] = []  # got a signal
         self._processes: list[tuple[str, str, int]] = []
         self._stopping = asyncio.Event()

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from benchmarks.faults.cell import Cell
+from benchmarks.faults.tcp_proxy import TcpProxy
+from benchmarks.faults.trainer import Trainer
 
 WHEN = {
     "idle": "no request; a hundred come right after",
@@ -26,14 +26,28 @@ ENGINE_ROLES = ("engine", "runner", "draft", "supervisor")
 DRAFT_ONLY = "only the application of the column verify has a draft"
 
 
+class Target(Protocol):
+    """An application under load, as the faults hit it."""
+
+    application: Any
+    proxy: TcpProxy
+    reads: asyncio.Event
+    trainer: Trainer
+    victim: str
+
+    def send(self, role: str, number: signal.Signals) -> None: ...
+    async def start_trainer(self) -> None: ...
+    async def check_that_update_is_open(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One row."""
 
     name: str
     text: str  # the description of the fault
-    do: Callable[[Cell], Awaitable[None]]
-    undo: Callable[[Cell], Awaitable[None]] | None = None  # None if the application must recover by itself
+    do: Callable[[Target], Awaitable[None]]
+    undo: Callable[[Target], Awaitable[None]] | None = None  # None if the application must recover by itself
     hold_s: float = 0.0  # how long until it is undone
     hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
     hits_cut: bool = False  # the clients hit are those with lost connections
@@ -49,11 +63,11 @@ class Fault:
         return (self.none_when or {}).get(when, "")
 
 
-def _signal(role: str, number: signal.Signals) -> Callable[[Cell], Awaitable[None]]:
+def _signal(role: str, number: signal.Signals) -> Callable[[Target], Awaitable[None]]:
     """Send it to the process of the victim engine, or to the first one of that role (HAProxy and all engines: to
     all)."""
 
-    async def send(cell: Cell) -> None:
+    async def send(cell: Target) -> None:
         cell.send(role, number)
 
     return send
@@ -70,30 +84,30 @@ def _stop(name: str, text: str, hold_s: float = 0.0, **fields: object) -> Fault:
     return Fault(f"{name} stopped", text, _signal(name, signal.SIGSTOP), undo, hold_s, **fields)  # type: ignore[arg-type]
 
 
-async def _nothing(cell: Cell) -> None:
+async def _nothing(cell: Target) -> None:
     pass
 
 
-async def _kill_raylet(cell: Cell) -> None:
+async def _kill_raylet(cell: Target) -> None:
     await _signal("raylet", signal.SIGKILL)(cell)
     await asyncio.sleep(1.0)
     await cell.application.ask("add_node", timeout_s=60)
 
 
-async def _swallow(cell: Cell) -> None:
+async def _swallow(cell: Target) -> None:
     cell.proxy.open.clear()
 
 
-async def _carry_again(cell: Cell) -> None:
+async def _carry_again(cell: Target) -> None:
     cell.proxy.open.set()
     cell.proxy.delay_s = 0.0
 
 
-async def _slow(cell: Cell) -> None:
+async def _slow(cell: Target) -> None:
     cell.proxy.delay_s = 0.2
 
 
-async def _fill_disk(cell: Cell) -> None:
+async def _fill_disk(cell: Target) -> None:
     path = cell.application.path("filler")
 
     def fill() -> None:
@@ -105,33 +119,33 @@ async def _fill_disk(cell: Cell) -> None:
     await asyncio.to_thread(fill)
 
 
-async def _empty_disk(cell: Cell) -> None:
+async def _empty_disk(cell: Target) -> None:
     cell.application.path("filler").unlink(missing_ok=True)
 
 
-async def _shift_clock(cell: Cell) -> None:
+async def _shift_clock(cell: Target) -> None:
     await cell.application.ask("shift_clock", cell.victim, 3600.0)
 
 
-async def _shift_back(cell: Cell) -> None:
+async def _shift_back(cell: Target) -> None:
     with suppress(RuntimeError):  # the engine and its clock are gone
         await cell.application.ask("shift_clock", cell.victim, -3600.0)
 
 
-async def _kill_trainer(cell: Cell) -> None:
+async def _kill_trainer(cell: Target) -> None:
     await cell.trainer.kill_in_update()
     await cell.check_that_update_is_open()
 
 
-async def _start_trainer(cell: Cell) -> None:
+async def _start_trainer(cell: Target) -> None:
     await cell.start_trainer()
 
 
-async def _stop_reading(cell: Cell) -> None:
+async def _stop_reading(cell: Target) -> None:
     cell.reads.clear()
 
 
-async def _read_again(cell: Cell) -> None:
+async def _read_again(cell: Target) -> None:
     cell.reads.set()
 
 

@@ -12,7 +12,7 @@ from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
 from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.worker.sources import DummySource
 
 _PHASE_S = 300.0  # at most, for an answer of all ranks

@@ -23,12 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.spec.arrays import Float32s, Int32s
 from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, SamplingParams, TokenLogprobs
 
-Int32s = NDArray[np.int32]
-Float32s = NDArray[np.float32]
-
-MAX_DRAFT_TOKENS = 8  # of a row
 MAX_STEPS = 64  # steps of a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit
 

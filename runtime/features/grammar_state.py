@@ -16,12 +16,13 @@ from functools import partial
 
 import numpy as np
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
+from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.features.device_automata import DeviceAutomata
 from runtime.features.grammar_output import GrammarOutput, made_factory
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
+from runtime.spec.arrays import Int32s
 from runtime.spec.config import ModelInfo
-from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.shard import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.structured.matching.automaton import EagerMatcher
 from runtime.structured.matching.automaton_policy import AutomatonPolicy

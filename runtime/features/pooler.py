@@ -11,8 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult, last_tokens
+from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder
+from runtime.spec.arrays import Int32s
 from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.worker.extras import Needs, RunnerParts, StepWork

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
+from runtime.core.plan import EMPTY, NewSlot, StepPlan, num_targets
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
+from runtime.spec.arrays import Int32s
 from runtime.spec.config import ModelInfo
 from runtime.worker.extras import Needs, RunnerParts, StepWork
 from runtime.worker.logprobs import Logprobs

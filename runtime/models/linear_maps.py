@@ -11,7 +11,8 @@ import torch
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, dequantize_interleaved
+from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.experts.moe_torch import ExpertBiases, ExpertLayer, Router, SharedBeside
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import Kernels

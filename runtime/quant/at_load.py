@@ -12,7 +12,8 @@ from math import gcd
 from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, chooses_experts
-from runtime.spec.sharding import Shard, leaves_of
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import leaves_of
 from runtime.spec.types import CallboardError
 
 PLAIN = "plain"  # the layout of dense weights that are quantized as they are read

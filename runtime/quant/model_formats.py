@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN, requested_encodings
 from runtime.quant.checkpoint_layouts import (
@@ -31,7 +31,8 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import UNGROUPED, Shard, leaves_of, stored_shape
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import UNGROUPED, leaves_of, stored_shape
 from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`

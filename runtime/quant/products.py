@@ -9,14 +9,12 @@ from typing import Protocol
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import (
-    COLUMNS,
-    E2M1_OFFSET,
     InterleavedWeight,
     RowMajorWeight,
-    WeightForm,
     interleave_pieces,
     interleaved_bytes,
 )
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, E2M1_OFFSET, WeightForm
 from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
 from runtime.kernels.experts.moe_wna16_words import scale_bytes, value_bytes
 from runtime.kernels.linear.linear_torch import Linear

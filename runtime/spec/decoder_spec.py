@@ -22,7 +22,7 @@ from runtime.spec.kv_cache_spec import (
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.rope_spec import RopeSpec as RopeSpec
-from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.shard import ALONE, Shard
 from runtime.spec.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped

@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from runtime.core.extra import Ended, Extra
-from runtime.core.plan import MAX_DRAFT_TOKENS, StepResult
+from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
+from runtime.spec.config import MAX_DRAFT_TOKENS
 from runtime.spec.types import FinishReason, StepOutput
 
 # The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.

@@ -20,10 +20,7 @@ from runtime.models.weights import reader
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.mixer_spec import DeltaRuleSpec
 from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
-from runtime.updates.apply import apply_sections
-from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
-from runtime.updates.parts import (
+from runtime.spec.weight_parts import (
     ArraysPart,
     BroadcastPart,
     FilesPart,
@@ -32,6 +29,9 @@ from runtime.updates.parts import (
     PullPart,
     WeightPart,
 )
+from runtime.spec.weight_version import WeightVersion
+from runtime.updates.apply import apply_sections
+from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors
 from runtime.updates.slices import Overlay, Recorder, SliceSet
 from runtime.updates.staging import Stage, StagingMemory
@@ -52,7 +52,7 @@ _DROPPED = "The update of the weights was dropped; begin another."
 
 
 class RunnerUpdates:
-    """The updates of a runner. `receive` runs in one thread while others run steps, `keep` and `discard`."""
+    """The updates of a runner. `receive` runs in one thread while others run steps, `store` and `discard`."""
 
     def __init__(self, parts: UpdateParts) -> None:
         """Reads the store. All ranks of a group make theirs at the same time."""
@@ -71,7 +71,7 @@ class RunnerUpdates:
         self.source: ModelSource = source
         if isinstance(source, CheckpointSource):
             self.source = source.with_tensors(self._recorder)
-        self._receiving, self._keeping, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._receiving, self._storing, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._num_dropped = 0  # updates that were discarded; a receive that began before stages nothing
         self._ipc: IpcReceiver | None = None
         self._nccl: NcclReceiver | None = None
@@ -190,7 +190,7 @@ class RunnerUpdates:
     def apply(self, version: WeightVersion) -> None:
         """Take the staged weights. No step runs meanwhile."""
         start, staged = time.perf_counter(), self._staged
-        with self._keeping:  # of the version before
+        with self._storing:  # of the version before
             self._staged = SliceSet()
             newest = self._newest or SliceSet()
             self._memory.release(newest.add(staged))
@@ -217,11 +217,11 @@ class RunnerUpdates:
             source = source.with_tensors(overlay)
         self._changed(source if HEAD_ROWS in sections else None)
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Write the applied weights to the store, and free the staged memory.
 
         Raises CallboardError if the store cannot be written; the weights then stay in the host's memory."""
-        with self._keeping:
+        with self._storing:
             newest = self._newest
             if newest is None:
                 return

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
 from runtime.updates.slice_files import read_slices, write_slices

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import TensorInfo
+from runtime.spec.weight_parts import TensorInfo
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

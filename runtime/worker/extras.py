@@ -22,13 +22,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
+from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
+from runtime.spec.arrays import Int32s
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.weight_parts import GroupInfo, WeightPart
 from runtime.spec.weight_version import WeightVersion
-from runtime.updates.parts import GroupInfo, WeightPart
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -236,7 +237,7 @@ class WeightUpdates(Protocol):
     def apply(self, version: WeightVersion) -> None:
         """Take the staged weights. No step runs meanwhile."""
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Write the applied weights to the store while steps run in another thread."""
 
     def discard(self) -> None:

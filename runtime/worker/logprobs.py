@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, StepResult
+from runtime.core.plan import StepResult
+from runtime.spec.arrays import Int32s
 
 
 @dataclass(slots=True)

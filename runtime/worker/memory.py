@@ -20,7 +20,7 @@ from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, we
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.kv_cache_spec import KVCacheSpec, StateGroupSpec
-from runtime.spec.sharding import NUM_LEAVES
+from runtime.spec.shard import NUM_LEAVES
 from runtime.spec.types import CallboardError
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 

@@ -27,7 +27,7 @@ from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import check_products, encodings_on_device, format_names
 from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.shard import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
 from runtime.worker.cpu.cores import available_cores

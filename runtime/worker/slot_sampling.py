@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.core.plan import Int32s, NewSlot
+from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.drawn_logprobs import drawn_logprobs
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.sample import (
@@ -24,6 +24,7 @@ from runtime.kernels.sampling.sample import (
     TOP_K,
     TOP_P,
 )
+from runtime.spec.arrays import Int32s
 from runtime.spec.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs

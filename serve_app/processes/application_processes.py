@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.spec.types import CallboardError
@@ -201,18 +200,12 @@ def the_application(wanted: str | None, session: str) -> str:
     raise CallboardError(f"The application is ambiguous; name one with --application (running: {known}).")
 
 
-def http_host() -> str:
-    """Return the address on which Serve listens, which `serve run` alone chooses."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    return str(client.http_config.host)
-
-
 def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
     """Kill a random process of this role on this machine.
 
     Raises CallboardError without one, or if clients of other machines could do this without a key."""
+    from actors.ray.private import http_host
+
     settings.check_chaos(http_host())
     session = os.readlink("/proc/self/fd/1").partition("/logs/")[0]  # Ray's log of this front
     found = [process for process in processes_of(session, application) if process.role == role]

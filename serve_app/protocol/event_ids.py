@@ -8,29 +8,17 @@ tokens alone, not on their arrival, and an id needs only the numbers of events b
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
-from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from random import Random
-from typing import Any
-
-import msgspec
 
 from runtime.output.fields import invalid, shown
 from runtime.output.message_parser import MessageFormat
-from runtime.output.processor import Delta
 from runtime.spec.types import FinishReason, RequestOutput, Verified
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.prepared_request import PreparedRequest, R
-from serve_app.protocol.sse import EventStream
 
-WANTED, LAST = b"x-callboard-event-ids", b"last-event-id"  # headers
-_MAX_CHOICES = 64  # each has its number in every id
-_DIGEST_BYTES = 8
 _TURN = 64  # tokens of one output after which other tasks run
 _ID = re.compile(r"([A-Za-z0-9._:-]{1,300})\.([0-9a-f]{16})\.(\d{1,19}(?:-\d{1,19})*)\.(\d{1,10}(?:-\d{1,10})*)")
 
@@ -56,17 +44,21 @@ class EventId:
 class EventIds:
     """Gives the events of one stream their ids, and leaves out the events that its client has."""
 
-    def __init__(self, prepared: PreparedRequest[Any], last: EventId | None) -> None:
-        """`last` is the client's last event; None at the stream's start. Raises ApiError for one of another stream."""
-        num_choices, seed = len(prepared.requests), prepared.seed
-        digest = _digest(prepared)
+    def __init__(
+        self, answer_id: str, digest: str, seeds: Sequence[int], num_choices: int, last: EventId | None
+    ) -> None:
+        """Raises ApiError if `last` belongs to another stream.
+
+        Args:
+            digest: a hash over the inputs that determine the tokens.
+            seeds: a single seed, or a seed for each prompt.
+            last: the client's last event, or None."""
         self._seen = (0,) * (1 if num_choices == 1 else num_choices + 2)
         if last is not None:
             if (last.digest, len(last.counts)) != (digest, len(self._seen)):
-                raise _mismatch()
+                raise mismatch()
             self._seen = last.counts
-        seeds = "-".join(map(str, seed if isinstance(seed, list) else [seed]))
-        self._head = f"id: {prepared.id}.{digest}.{seeds}."
+        self._head = f"id: {answer_id}.{digest}.{'-'.join(map(str, seeds))}."
         self.resumes = last is not None
 
     def message_format(self, form: MessageFormat | None, index: int) -> MessageFormat | None:
@@ -84,9 +76,6 @@ class EventIds:
         """Return the counts of no events, for `numbered`."""
         return [0] * len(self._seen)
 
-    def stream(self, stream: EventStream) -> EventStream:
-        return _NumberedStream(stream, self)
-
     def numbered(self, events: Iterable[bytes], counts: list[int], at: int) -> Iterator[bytes]:
         """Yield events with their ids, without the events before the place. `at` is the index of their count."""
         for event in events:
@@ -96,75 +85,10 @@ class EventIds:
                 yield b"%b%b\n%b" % (self._head.encode(), seen.encode(), event)
 
 
-class _NumberedStream(EventStream):
-    """A stream with an id at each event."""
-
-    def __init__(self, stream: EventStream, ids: EventIds) -> None:
-        self._stream, self._ids = stream, ids
-        self._counts = ids.counts()
-        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping is not a part of the answer
-
-    def first(self) -> bytes:
-        return self._numbered(self._stream.first(), 0)
-
-    def events(self, deltas: list[Delta]) -> bytes:
-        return b"".join(self._numbered(self._stream.events([delta]), 1 + delta.index) for delta in deltas)
-
-    def is_long(self, deltas: list[Delta]) -> bool:
-        return self._stream.is_long(deltas)
-
-    def last(self) -> bytes:
-        return self._numbered(self._stream.last(), -1)
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return an error without an id, so the stream can be taken up after its last event."""
-        return self._stream.failed(error)
-
-    def _numbered(self, events: bytes, at: int) -> bytes:
-        place = at % len(self._counts)
-        each = (event + b"\n\n" for event in events.split(b"\n\n")[:-1])
-        return b"".join(self._ids.numbered(each, self._counts, place))
-
-
-def with_event_ids(
-    headers: dict[bytes, bytes], request: R, prepare: Callable[[R, str], PreparedRequest[R]]
-) -> PreparedRequest[R]:
-    """Return the prepared request of a stream, with event ids if its headers want them; raises FieldError or ApiError.
-
-    `prepare` takes the request and the id of its answer, which is empty for a new one."""
-    last = EventId.of(headers[LAST].decode("latin-1")) if LAST in headers else None
-    if last is None and headers.get(WANTED, b"").lower() != b"true":
-        return prepare(request, "")
-    if last is not None:
-        if not request.stream:
-            raise invalid("Last-Event-ID", "is only allowed when stream is true")
-        if len(last.seeds) not in (1, request.num_prompts()):
-            raise _mismatch()
-        seeds = last.seeds[0] if len(last.seeds) == 1 else list(last.seeds)
-        prepared = prepare(request.model_copy(update={"seed": seeds}), last.answer_id)
-    else:
-        prepared = prepare(request, "")
-        if not request.stream:
-            return prepared
-    if len(prepared.requests) > _MAX_CHOICES:
-        raise invalid("X-Callboard-Event-Ids", f"allows {_MAX_CHOICES} choices, and here are {len(prepared.requests)}")
-    ids = EventIds(prepared, last)
-    requests = [replace(each, keeps_output=True, resumes=ids.resumes) for each in prepared.requests]
-    return replace(prepared, requests=requests, event_ids=ids)
-
-
-def _mismatch() -> ApiError:
+def mismatch() -> ApiError:
+    """Return the error for an id of another stream."""
     text = "Last-Event-ID belongs to another request, model or server version; send the request without it."
     return ApiError(400, text, param="Last-Event-ID", code="event_id_mismatch")
-
-
-def _digest(prepared: PreparedRequest[Any]) -> str:
-    facts = version("callboard"), prepared.id, prepared.model.fingerprint, repr(prepared.prompts.grammar)
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES)
-    for request in prepared.requests[:: prepared.num_choices]:
-        digest.update(array("i", request.token_ids))
-        digest.update(msgspec.msgpack.encode((request.prompt_len, request.seed, replace(request.params, seed=None))))
-    return digest.hexdigest()
 
 
 async def by_token(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
@@ -15,11 +15,9 @@ from runtime.spec.types import Request
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.answers import ChoiceUsage, usage
+from serve_app.protocol.event_ids import EventIds
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sampling import SamplingFields
-
-if TYPE_CHECKING:
-    from serve_app.protocol.event_ids import EventIds
 
 R = TypeVar("R", bound=SamplingFields)
 

@@ -8,12 +8,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from actors.ray import haproxy
+from actors.ray import fork_server, haproxy
 from actors.ray.environment import quiet_port, single_machine
 from runtime.spec.types import CallboardError
 from serve_app.processes.process_tree import Parent, children_named, end_children
@@ -21,10 +20,7 @@ from serve_app.server.console import Console
 from serve_app.server.server_settings import APP_NAME, LOG_NAME, ServerSettings, last_line
 
 WORKERS_MODULES = (  # modules that Ray's workers import: Serve's actors, the replicas, the runner
-    "ray.serve._private.controller",
-    "ray.serve._private.haproxy",
-    "ray.serve._private.proxy",
-    "ray.serve._private.replica",
+    *fork_server.SERVE_MODULES,
     "serve_app.app",
     "torch",
     "runtime.worker.runner",
@@ -53,11 +49,9 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     """Start Ray with `python` for its workers, and return the folder of its logs."""
     import ray
 
-    # Ray's autoscaler monitor, log monitor and dashboard are useless here and take two seconds of a core. Ray has
-    # arguments that omit them, but ray.init does not pass them on.
-    private: Any = ray._private
-    private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
-    private.node.Node.start_api_server = lambda *_, **__: None
+    from actors.ray.private import omit_daemons
+
+    omit_daemons()
     engines = [model.scaling.most * (1 + model.config.tensor_parallel_size) for model in settings.models]
     num_actors = sum(engines) + (settings.num_fronts or 0)
     importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
@@ -85,8 +79,9 @@ def init_ray(num_cpus: int, **options: Any) -> Any:
     follows. Raises CallboardError."""
     import ray
 
-    services: Any = ray._private.services
-    services.get_node = _patient(services.get_node)
+    from actors.ray.private import replace_get_node
+
+    replace_get_node(_patient)
     for is_last in (False, True):
         try:
             return ray.init(
@@ -111,7 +106,7 @@ def _has_ended(name: str) -> bool:
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `ray._private.services.get_node` wait longer, since a busy machine may need more than Ray's 30 s."""
+    """Make Ray's `get_node` wait longer, since a busy machine may need more than Ray's 30 s."""
 
     def wait_for_node(*args: Any) -> Any:
         end = time.monotonic() + _RAYLET_START_S

@@ -21,12 +21,12 @@ from serve_app.http.limits import Deadline, check_counts, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import num_scores
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
-from serve_app.protocol.event_ids import with_event_ids
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import MAX_SESSION_CHARS, SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
 from serve_app.service.models import Models, when_started
+from serve_app.service.numbered_streams import NumberedStream, with_event_ids
 from serve_app.service.recorded import RecordedRequests
 from serve_app.settings import HttpSettings
 
@@ -123,7 +123,7 @@ class Generation:
         options = prepared.request.stream_options
         stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
         if prepared.event_ids is not None:
-            stream = prepared.event_ids.stream(stream)
+            stream = NumberedStream(stream, prepared.event_ids)
         may_be_long = prepared.request.num_logprobs() is not None
         has_begun = False
 

@@ -8,6 +8,7 @@ import pytest
 
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.metrics import MetricValues
+from actors.wire.weight_calls import Finish, Start
 from runtime.policy.queue_sizes import exceeds_share
 from tests.support.engine.groups import Group, live
 from tests.support.engine.links import Engine, eventually, read, request
@@ -65,8 +66,8 @@ async def test_the_deadline_ends_with_the_wait():
         waiting = asyncio.create_task(read(group, late(0, version="1")))
         await eventually(lambda: len(group._waiting) == 1)
         timer = group._waiting._streams[next(iter(group._waiting))][1]
-        await group.weights("start", {})
-        await group.weights("finish", {})
+        await group.weights(Start())
+        await group.weights(Finish())
         assert (await asyncio.wait_for(waiting, 30))[1]
         assert timer.cancelled()
 

@@ -8,7 +8,9 @@ import pytest
 
 from actors.engine.sleep import Lease
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.link_messages import Pause, encode, pause_of
+from actors.wire.link_messages import checked, encode
+from actors.wire.weight_calls import Connect, Discard, Disconnect, Finish, GetState, Pause, Receive, Resume, Start
+from runtime.spec.types import CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, link_closing, live
 from tests.support.engine.links import Engine, eventually, hurry, link_to, only_link, read, request
@@ -27,7 +29,7 @@ def started(engine, count=3):
 
 
 def mode_of(group, mode, **more):
-    return group.weights("pause", {"mode": mode, **more})
+    return group.weights(Pause(mode=mode, **more))
 
 
 async def is_served(group, number=9):
@@ -41,9 +43,9 @@ async def test_a_sleeping_engine_pauses_at_once(mode):
     async with Group(*engines()) as group:
         await group.sleep(1)
         await asyncio.wait_for(mode_of(group, mode), 30)
-        await group.weights("resume", {})
+        await group.weights(Resume())
         await group.sleep(0)
-        assert not (await group.weights("info", {}))["0"]["paused"]
+        assert not (await group.weights(GetState()))["0"].paused
         await is_served(group)
 
 
@@ -52,21 +54,14 @@ async def test_a_sleeping_engine_refuses_what_needs_it_awake():
     async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0)))
         await started(engine)
-        await group.weights("start", {})
+        await group.weights(Start())
         await group.sleep(1)
-        calls = [
-            ("pause", {"mode": "wait"}),
-            ("start", {}),
-            ("update", {"parts": ["new"]}),
-            ("finish", {}),
-            ("init", {}),
-        ]
-        for call, body in calls:
+        for call in (Pause(mode="wait"), Start(), Receive(["new"]), Finish(), Connect({})):
             with pytest.raises(WeightsRefused, match="sleep") as refusal:
-                await asyncio.wait_for(group.weights(call, body), 30)
+                await asyncio.wait_for(group.weights(call), 30)
             assert refusal.value.code == "busy"
         await group.sleep(0)
-        await group.weights("finish", {})
+        await group.weights(Finish())
         hurry(engine)
         assert len((await reading)[0]) == 40
 
@@ -95,7 +90,7 @@ async def test_a_resume_ends_a_pause_that_waits():
         pausing = asyncio.create_task(mode_of(group, "wait"))
         await eventually(lambda: engine.loop.requests.holds_new)
         late = asyncio.create_task(read(group, request(1)))
-        await group.weights("resume", {})
+        await group.weights(Resume())
         with pytest.raises(WeightsRefused, match="resumed"):
             await pausing
         hurry(engine)
@@ -173,12 +168,12 @@ async def test_an_update_takes_the_kv_of_its_own_pause(monkeypatch):
         monkeypatch.setattr(engine.loop.core.scheduler, "use_weights", use_weights)
 
         async def update():
-            await group.weights("start", {})
-            await group.weights("finish", {})
+            await group.weights(Start())
+            await group.weights(Finish())
 
         await mode_of(group, "keep", kv="keep")
         await update()
-        await group.weights("resume", {})
+        await group.weights(Resume())
         await update()
         reading = asyncio.create_task(read(group, request(0, max_tokens=400)))
         await started(engine)
@@ -205,13 +200,13 @@ async def test_a_pause_ends_with_its_lease():
 async def test_an_open_update_holds_the_pause():
     (engine,) = engines()
     async with Group(engine) as group:
-        await group.weights("start", {})
+        await group.weights(Start())
         await mode_of(group, "keep", lease_s=0.05)
         lease = pauses(engine)._lease
         first = lease._timer
         await eventually(lambda: lease._timer is not first)  # it has looked once
         assert group.is_paused
-        await group.weights("discard", {})
+        await group.weights(Discard())
         await eventually(lambda: not group.is_paused)
 
 
@@ -239,12 +234,12 @@ async def test_calls_about_weights_renew_a_pause_but_monitors_do_not():
     async with Group(engine) as group:
         await mode_of(group, "keep", lease_s=100.0)
         lease = pauses(engine)._lease
-        for call, renews in (("info", False), ("start", True), ("discard", True), ("shutdown", True)):
+        for call, renews in ((GetState(), False), (Start(), True), (Discard(), True), (Disconnect(), True)):
             lease._ends_at = 0.0
-            if call != "shutdown":
-                await group.weights(call, {})
+            if not isinstance(call, Disconnect):
+                await group.weights(call)
             else:
-                engine.loop.weights.call(call, {})
+                engine.loop.weights.call(call)
                 await eventually(lambda: lease._ends_at)
             assert bool(lease._ends_at) is renews, call
 
@@ -258,7 +253,7 @@ async def test_a_pause_is_all_or_nothing():
         other = next(engine for engine in pair if engine is not busy)
         await started(busy)
         link = next(k for k in healthy(group) if k.engine == str(pair.index(busy)))
-        await link.pause_for(pause_of({"mode": "keep"}))
+        await link.pause_for(checked(Pause(mode="keep")))
         with pytest.raises(WeightsRefused, match="cannot end"):
             await mode_of(group, "wait")
         await eventually(lambda: pauses(other).current is None and not other.loop.requests.holds_new)
@@ -272,7 +267,7 @@ async def test_a_refused_pause_leaves_the_one_before():
         await mode_of(group, "keep")
         first = pauses(engine).current
         link = healthy(group)[0]
-        second = pause_of({"mode": "keep", "kv": "keep"})
+        second = checked(Pause(mode="keep", kv="keep"))
         await link.pause_for(second)
         link.cancel_pause(second.pause_id)
         await eventually(lambda: pauses(engine).current is first)
@@ -286,10 +281,10 @@ async def test_an_engine_that_starts_in_a_pause_joins_it():
         pair[1].restart()
         await eventually(lambda: len(healthy(group)) == 2 and pauses(pair[1]).current is not None)
         assert pauses(pair[1]).current.lease_s == 500.0
-        assert {a["paused"] for a in (await group.weights("info", {})).values()} == {True}
-        await group.weights("resume", {})
+        assert {a.paused for a in (await group.weights(GetState())).values()} == {True}
+        await group.weights(Resume())
         await eventually(lambda: not group.is_paused)
-        stale = pause_of({"mode": "keep", "joins": True})
+        stale = checked(Pause(mode="keep", joins=True))
         await next(iter(healthy(group))).pause_for(stale)  # of a front that has not seen the resume
         assert not any(pauses(engine).current for engine in pair)
         await is_served(group)
@@ -301,7 +296,7 @@ async def test_an_engine_that_was_lost_at_a_resume_returns_resumed(tmp_path):
         await mode_of(group, "keep")
         pair[1].die()
         await eventually(lambda: len(healthy(group)) == 1)
-        await group.weights("resume", {})
+        await group.weights(Resume())
         pair[1].restart()
         await eventually(lambda: len(healthy(group)) == 2 and not group.is_paused)
         assert not (tmp_path / "b").exists()
@@ -315,26 +310,24 @@ async def test_a_stored_pause_goes_on_with_its_lease(tmp_path, content):
     async with Group(engine) as group:
         assert group.is_paused
         assert pauses(engine)._lease.seconds == (7.0 if len(content) > 2 else 3600.0)
-        await group.weights("resume", {})
+        await group.weights(Resume())
         assert not file.exists()
 
 
 @pytest.mark.parametrize(
-    ("call", "body"),
-    [("bogus", {}), ("start", {}), ("update", {}), ("rename", {}), ("init", {}), ("pause", {"mode": "never"}),
-     ("pause", {"lease_s": -1}), ("pause", {"lease_s": float("inf")}), ("pause", {"bogus": 1})],
-)  # fmt: skip
-async def test_a_wrong_call_is_answered(call, body):
+    "call", [Receive(), Connect(None), Pause(mode="never"), Pause(lease_s=-1), Pause(lease_s=float("inf"))]
+)
+async def test_a_wrong_call_is_answered(call):
     (engine,) = engines()
     async with Group(engine) as group:
-        if call == "update":
-            await group.weights("start", {})
-        answer = engine.loop.weights.call(call, body)
-        with pytest.raises(Exception, match=r"\w"):
+        if isinstance(call, Receive):
+            await group.weights(Start())
+        answer = engine.loop.weights.call(call)
+        with pytest.raises(CallboardError, match=r"\w"):
             await asyncio.wait_for(asyncio.wrap_future(answer), 30)
-        if call == "pause":
+        if isinstance(call, Pause):
             with pytest.raises(WeightsRefused):
-                await asyncio.wait_for(group.weights(call, body), 30)
+                await asyncio.wait_for(group.weights(call), 30)
         await is_served(group)
 
 
@@ -343,7 +336,7 @@ async def test_a_cancelled_answer_does_not_end_the_step_thread():
     async with Group(engine) as group:
         blocked = threading.Event()
         engine.loop._call(lambda: blocked.wait(30))
-        answers = [engine.loop.weights.call("pause", {"mode": "keep"}), engine.loop.drain("the engine goes")]
+        answers = [engine.loop.weights.call(Pause(mode="keep")), engine.loop.drain("the engine goes")]
         assert all(answer.cancel() for answer in answers)
         blocked.set()
         await is_served(group)
@@ -360,9 +353,9 @@ async def test_tensors_are_parsed_beside_the_steps(monkeypatch):
 
     monkeypatch.setattr("actors.engine.weights.parts_of_json", parts_of_json)
     async with Group(engine) as group:
-        await group.weights("start", {})
-        await group.weights("update", {"update_info": {"paths": ["a"]}})
-        await group.weights("finish", {})
+        await group.weights(Start())
+        await group.weights(Receive(update_info={"paths": ["a"]}))
+        await group.weights(Finish())
     assert len(threads) == 1
     assert threads[0] != "engine-step"
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from actors.wire.weight_calls import Finish, Pause, Resume, Start
 from runtime.policy.stall_watch import StallWatch
 from tests.support.engine.groups import Group, live
 from tests.support.engine.links import Engine, eventually, hurry, read, request
@@ -98,17 +99,17 @@ async def test_a_long_step_is_a_step(depth):
 @pytest.mark.parametrize("mode", ["keep", "sleep"])
 async def test_requests_that_wait_are_no_stall(mode):
     async with watched() as it:
-        await (it.group.sleep(1) if mode == "sleep" else it.group.weights("pause", {"mode": mode}))
+        await (it.group.sleep(1) if mode == "sleep" else it.group.weights(Pause(mode=mode)))
         assert live(it.engine) == 1
         assert it.stalls(*[6.0] * 3) == 0
-        await (it.group.sleep(0) if mode == "sleep" else it.group.weights("resume", {}))
+        await (it.group.sleep(0) if mode == "sleep" else it.group.weights(Resume()))
 
 
 async def test_a_change_of_weights_is_no_stall():
     async with watched() as it:
         blocked = it.engine.runners[-1].blocks["weights_apply"] = threading.Event()
-        await it.group.weights("start", {})
-        finishing = asyncio.create_task(it.group.weights("finish", {}))
+        await it.group.weights(Start())
+        finishing = asyncio.create_task(it.group.weights(Finish()))
         await eventually(lambda: "weights_apply" in it.engine.runners[-1].calls)
         assert it.stalls(*[6.0] * 3) == 0
         blocked.set()

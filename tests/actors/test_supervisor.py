@@ -83,6 +83,7 @@ def as_started(monkeypatch, engine):
     actor.options.return_value.remote.return_value = engine
     monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
     monkeypatch.setattr(supervisor_module, "engine_options", lambda group: {})
+    monkeypatch.setattr(supervisor_module, "announce_engine", lambda application: None)
     return actor
 
 

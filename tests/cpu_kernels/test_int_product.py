@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.linear.interleaved_weight import (
-    InterleavedWeight,
-    RowMajorWeight,
-    WeightForm,
-    interleave,
-    pack_torch,
-)
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, RowMajorWeight, interleave, pack_torch
 from runtime.kernels.cpu.linear.lookup import lookup
 from runtime.kernels.cpu.linear.pack import pack
+from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import call, targets
 

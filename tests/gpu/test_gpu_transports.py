@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import BroadcastPart, GroupInfo, IpcPart
+from runtime.spec.weight_parts import BroadcastPart, GroupInfo, IpcPart
 from runtime.updates.transports import nccl
 from runtime.updates.transports.ipc import IpcReceiver
 from runtime.updates.transports.nccl import NcclReceiver

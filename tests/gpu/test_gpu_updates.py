@@ -14,8 +14,8 @@ from runtime.models import load_spec
 from runtime.models.weights import random_parameter
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
+from runtime.spec.weight_parts import ArraysPart, FilesPart
 from runtime.updates.in_place import tensors_of
-from runtime.updates.parts import ArraysPart, FilesPart
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.weight_updates import tensors_in, update
@@ -88,7 +88,7 @@ def test_captured_graphs_compute_with_new_weights(config, settings, tmp_path):
     update(runner, [])
     assert tokens_of(runner) == want
     assert addresses(runner) == places
-    runner.updates.keep()
+    runner.updates.store()
     restarted = start(first, weight_updates=True, weight_store=str(tmp_path / "store"), **settings)
     assert tokens_of(restarted) == want
     assert restarted.info.fingerprint == runner.info.fingerprint

@@ -27,7 +27,8 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.spec.sharding import Shard, parts_of
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import parts_of
 from runtime.spec.types import CallboardError
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics

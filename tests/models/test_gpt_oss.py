@@ -24,7 +24,8 @@ from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import RopeSpec
-from runtime.spec.sharding import Part, Shard
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from runtime.worker.memory import plan_memory
 from tests.support.models.family_cases import CONTEXT, save_model, spec_of

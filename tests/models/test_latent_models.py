@@ -15,7 +15,7 @@ from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant.model_formats import check_products
 from runtime.spec.config import EngineConfig
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import spec_of
 

@@ -27,7 +27,8 @@ from runtime.models.weights import read_from
 from runtime.quant.weight_format import DENSE
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.sharding import Part, Shard, parts_of
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import Part, parts_of
 from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
 from tests.support.models.quantized import FORMATS

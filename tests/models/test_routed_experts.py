@@ -14,7 +14,7 @@ from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.llvm.support import obstacle
 from runtime.models.decoder_build import draw_decoder
 from runtime.spec.config import EngineConfig
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.worker.extras import StepWork
 from runtime.worker.runner import ModelRunner, choose_numerics

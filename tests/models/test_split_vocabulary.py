@@ -7,7 +7,7 @@ import numpy as np
 
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL

@@ -26,7 +26,8 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Weight
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
+from runtime.spec.shard import Shard
+from runtime.spec.sharding import Sharding, parts_of, sharding_of
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PlainProducts

@@ -9,13 +9,13 @@ from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, look
 from runtime.kernels.cpu.linear.interleaved_weight import (
     InterleavedWeight,
     RowMajorWeight,
-    WeightForm,
     dequantize_interleaved,
     interleave,
     interleave_pieces,
     interleaved_bytes,
     row_major,
 )
+from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from tests.support.models.runner_driver import TINY
@@ -71,7 +71,7 @@ def random_rows(count: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 70), supers=st.integers(1, 3), seed=st.integers(0, 99))
-def test_interleaved_weights_keep_their_numbers(form, rows, supers, seed):
+def test_interleaved_weights_store_their_numbers(form, rows, supers, seed):
     weight = random_weight(form, rows, 256 * supers, seed)
     interleaved, want = interleave(weight), numbers(weight)
     assert torch.equal(dequantize_interleaved(interleaved), want)

@@ -15,11 +15,11 @@ import ray
 from safetensors.torch import load_file
 
 from actors.client import weight_list
-from actors.runners.weight_parts import ActorPart
 from actors.wire.engine_client import WeightsRefused
+from actors.wire.weight_calls import ActorPart, Finish, GetState, Receive, Start
 from runtime.llm import LLM
 from runtime.spec.types import Request, SamplingParams
-from runtime.updates.parts import FilesPart, TensorInfo
+from runtime.spec.weight_parts import FilesPart, TensorInfo
 from serve_app.processes.application_processes import processes_of
 from tests.support.models.divisible_model import write_divisible_model
 from tests.support.processes.fault_cells import has_ended
@@ -127,18 +127,18 @@ class Trained:
         self.server, self.folders, self.store = server, folders, store
         self.number = 0  # of the last update
 
-    async def call(self, name, **body):
-        (answer,) = (await self.server.link.weights(name, body)).values()
+    async def call(self, call):
+        (answer,) = (await self.server.link.weights(call)).values()
         return answer
 
     async def begin(self):
         """Start the next update, and stage its weights."""
         self.number += 1
-        await self.call("start")
-        await self.call("update", parts=[FilesPart([str(self.folders[self.number % 2])])])
+        await self.call(Start())
+        await self.call(Receive([FilesPart([str(self.folders[self.number % 2])])]))
 
     async def finish(self, **more):
-        return await self.call("finish", weight_version=str(self.number), **more)
+        return await self.call(Finish(str(self.number), **more))
 
     async def update(self):
         """Update until one succeeds, as a trainer does that has lost its engine."""
@@ -155,7 +155,7 @@ class Trained:
         async with asyncio.timeout(IN_TIME_S):
             while True:
                 try:
-                    return number_of((await self.call("info"))["version"])
+                    return number_of((await self.call(GetState())).version)
                 except WeightsRefused:
                     await asyncio.sleep(0.1)
 
@@ -186,8 +186,8 @@ async def die_in_receive(trained):
     """A rank dies while both wait for the trainer's tensors."""
     trainer = HungTrainer.remote()
     infos = [TensorInfo(*each) for each in weight_list(load_file(next(trained.folders[1].glob("*.safetensors"))))]
-    await trained.call("start")
-    updating = asyncio.create_task(trained.call("update", parts=[ActorPart(trainer, "weights", infos)]))
+    await trained.call(Start())
+    updating = asyncio.create_task(trained.call(Receive([ActorPart(trainer, "weights", infos)])))
     async with asyncio.timeout(IN_TIME_S):
         while not await trainer.was_asked.remote():
             await asyncio.sleep(0.01)
@@ -211,7 +211,7 @@ async def die_before_store(trained):
     await trained.begin()
     with trained.store_locked():
         answer = await trained.finish()
-        assert (number_of(answer["version"]), answer["stored"]) == (trained.number, False)
+        assert (number_of(answer.version), answer.stored) == (trained.number, False)
         await trained.clients.received(20)
         await trained.kill("runner", rank=0)
 

@@ -336,7 +336,7 @@ def test_generate_and_chat_in_process(smollm2_path: Path):
 def test_app_arguments_are_engine_config_and_serve_settings():
     from serve_app.app_args import AppArgs
 
-    more = {"served_model_name", "num_fronts", "models"}
+    more = {"served_model_name", "num_fronts", "accelerator_type", "models"}
     configs = (*fields(EngineConfig), *fields(ScalingSettings), *fields(HttpSettings))
     assert set(AppArgs.model_fields) == {f.name for f in configs} | more
     assert AppArgs().engine_config() == EngineConfig()
@@ -348,6 +348,10 @@ def test_app_arguments_are_engine_config_and_serve_settings():
     # `serve run` passes every value as text.
     args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})
     assert args.engine_config() == EngineConfig(model="m", max_num_seqs=8, prefix_cache=False, kv_cache_memory=2.0)
+    args = AppArgs(accelerator_type="H100")
+    assert (args.engine_config().device, args.model_settings()[0].accelerator_type) == ("cuda", "H100")
+    with pytest.raises(CallboardError, match="accelerator_type is 'H100', but device is cpu; leave one out"):
+        AppArgs(accelerator_type="H100", device="cpu").model_settings()
     for wrong, says in (
         ({"max_num_seq": 8}, "^args has 'max_num_seq', which is not a setting; "),
         ({"max_num_seqs": "x"}, '^max_num_seqs is "x": input should be a valid integer'),
@@ -377,14 +381,14 @@ def test_serve_gives_the_builder_its_argument_model():
 
     from serve_app.app import build_app
 
-    with pytest.raises(RayServeException, match=r"^args has .no_such_field."):  # Serve shows it without a traceback
+    with pytest.raises(RayServeException, match=r"^args has 'no_such_field'"):  # Serve shows it without a traceback
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
 
 
 def test_serve_run_reports_a_missing_model_in_one_sentence(monkeypatch):
     from serve_app import app
 
-    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    nodes = [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}}]
     monkeypatch.setattr(app, "application_of", lambda *args: "application")
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     args = app.AppArgs(model="/no/such/model")
@@ -396,5 +400,5 @@ def test_serve_run_reports_a_missing_model_in_one_sentence(monkeypatch):
     assert told.output.startswith("Error: There is no model at '/no/such/model'; ")
     nodes.append(nodes[0])  # the model may be on another machine
     assert app.build_app(args) == "application"
-    nodes[:] = [{"Alive": True, "Resources": {"memory": 4e9}}]  # a head that computes nothing
+    nodes[:] = [{"Alive": True, "NodeID": "a", "Resources": {"memory": 4e9}}]  # a head that computes nothing
     assert app.build_app(args) == "application"

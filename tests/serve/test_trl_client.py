@@ -15,6 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
+from actors.wire.weight_calls import Connect, Finish, GetState, Pause, Receive, Resume, Start
 from runtime.spec.config import EngineConfig
 from runtime.spec.weight_version import WeightVersion
 from serve_app.application import build_http_app
@@ -27,7 +28,7 @@ ROLLOUT = {
     "model": MODEL, "prompt": [65, 66], "max_tokens": 2048, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
     "repetition_penalty": 1.0, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": (1 << 63) - 1,
 }  # fmt: skip
-UPDATE_CALLS = ["info", "init", "pause", "start", "update", "finish", "resume"]
+UPDATE_CALLS = [GetState, Connect, Pause, Start, Receive, Finish, Resume]
 
 
 def app_of(engine: FakeEngine, folder: Path, config: EngineConfig | None = None) -> Any:
@@ -50,7 +51,7 @@ async def test_every_request_of_trl_is_served(tmp_path: Path):
             assert answer.status_code == 200, answer.text
             answers[request["call"]] = answer.json() if answer.text.startswith("{") else answer.text
         rollout = (await client.post("/v1/completions", json=ROLLOUT)).json()["choices"][0]
-    assert [call for call, _ in engine.fake_weights.calls] == UPDATE_CALLS
+    assert [*map(type, engine.fake_weights.calls)] == UPDATE_CALLS
     assert answers["get_max_model_len"]["data"][0]["max_model_len"] == 4096
     config = answers["get_server_info"]["vllm_config"]
     assert config["model_config"] == {"model": MODEL, "dtype": "torch.float32", "max_model_len": 4096}
@@ -110,5 +111,5 @@ async def test_trls_own_client_sends_these_requests(tmp_path: Path, monkeypatch:
     assert answers["get_dtype"] == "torch.float32"
     assert answers["get_world_size"] == 2
     assert answers["get_max_model_len"] == 4096
-    assert [call for call, _ in engine.fake_weights.calls] == UPDATE_CALLS
+    assert [*map(type, engine.fake_weights.calls)] == UPDATE_CALLS
     assert (engine.fake_weights.version.serial, engine.fake_weights.is_paused) == (1, False)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from actors.wire.engine_client import WeightsRefused
+from actors.wire.weight_calls import Connect, Discard, Finish, Pause, Receive, Start, WeightCall, WeightState
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
 from serve_app import cli
@@ -66,12 +67,10 @@ async def test_an_update_from_pause_to_resume():
         ):  # fmt: skip
             response = await send(path, body)
             assert (response.status_code, response.json()) == (200, answer)
-    calls = dict(engine.fake_weights.calls)
-    assert calls["pause"] == {"mode": "keep", "kv": "recompute"}
-    assert calls["init"] == {"init_info": GROUP}
-    assert calls["update"] == {"update_info": [TENSORS, TENSORS]}
-    assert calls["finish"] == {"weight_version": "step 7", "wait_stored": False}
-    assert len(calls["start"]["update_id"]) == 32
+    calls = engine.fake_weights.calls
+    expected = Pause(mode="keep"), Connect(GROUP), Receive(update_info=[TENSORS, TENSORS]), Finish("step 7")
+    assert all(call in calls for call in expected)
+    assert [len(call.update_id) for call in calls if isinstance(call, Start)] == [32]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ async def test_modes_of_a_pause(query: str, mode: str, kv: str):
     engine = new_engine()
     async with front(engine) as send:
         assert (await send(f"/pause{query}")).status_code == 200
-    assert engine.fake_weights.calls == [("pause", {"mode": mode, "kv": kv})]
+    assert engine.fake_weights.calls == [Pause(mode=mode, kv=kv)]
 
 
 async def test_a_pause_shows_where_a_server_is_looked_at():
@@ -109,10 +108,10 @@ async def test_a_call_ends_with_its_client(path: str, body: dict | None):
     app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings())
     cancelled = asyncio.Event()
 
-    async def call(name: str, content: dict) -> dict:
-        engine.fake_weights.calls.append((name, content))
-        if name == "discard":
-            return {"0": {}}
+    async def call(call: WeightCall) -> dict:
+        engine.fake_weights.calls.append(call)
+        if isinstance(call, Discard):
+            return {"0": None}
         try:
             return await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -139,8 +138,8 @@ async def test_a_call_ends_with_its_client(path: str, body: dict | None):
     left.set()
     await asyncio.wait_for(cancelled.wait(), 30)
     await serving
-    calls = [name for name, _ in engine.fake_weights.calls]
-    assert calls == (["pause"] if body is None else ["update", "discard"])
+    calls = [*map(type, engine.fake_weights.calls)]
+    assert calls == ([Pause] if body is None else [Receive, Discard])
 
 
 async def test_bodies_that_may_be_left_out():
@@ -151,9 +150,8 @@ async def test_bodies_that_may_be_left_out():
             assert (await send("/finish_weight_update", body)).status_code == 200
         await send("/start_weight_update")
         await send("/finish_weight_update", {"weight_version": 12, "wait_stored": True, "kv": "keep"})
-    finishes = [body for call, body in engine.fake_weights.calls if call == "finish"]
-    assert finishes[:3] == [{"weight_version": None, "wait_stored": False}] * 3
-    assert finishes[3] == {"weight_version": "12", "wait_stored": True, "kv": "keep"}
+    finishes = [call for call in engine.fake_weights.calls if isinstance(call, Finish)]
+    assert finishes == [*[Finish()] * 3, Finish("12", True, "keep")]
 
 
 async def test_an_update_that_is_dropped_changes_nothing():
@@ -222,7 +220,7 @@ async def test_a_field_at_fault_is_named(path: str, body: dict | None, param: st
     async with front(engine) as send:
         await send("/start_weight_update")
         assert_error(await send(path, body), 400, param, says)
-    assert [call for call, _ in engine.fake_weights.calls] == ["start"]
+    assert [*map(type, engine.fake_weights.calls)] == [Start]
 
 
 @pytest.mark.parametrize("body", [b"[]", b"7"])
@@ -249,7 +247,7 @@ async def test_an_update_of_a_large_model_fits():
         await send("/start_weight_update")
         response = await send("/update_weights", content=content, headers={"content-type": "application/json"})
         assert response.status_code == 200, response.text
-    assert engine.fake_weights.calls[-1][1]["update_info"] == info
+    assert engine.fake_weights.calls[-1].update_info == info
 
 
 async def test_paths_must_lead_into_the_folder(tmp_path: Path):
@@ -267,7 +265,7 @@ async def test_paths_must_lead_into_the_folder(tmp_path: Path):
         assert (await send("/update_weights", {"update_info": parts})).status_code == 200
         refused = await send("/update_weights", {"update_info": [parts[1], {"paths": ["outside"]}]})
         assert_error(refused, 400, "update_info.1.paths.0", "not in this server's folder of weights")
-    sent = [body["update_info"] for call, body in engine.fake_weights.calls if call == "update"]
+    sent = [call.update_info for call in engine.fake_weights.calls if isinstance(call, Receive)]
     assert sent == [[{"paths": [f"{folder}/step1", f"{folder}/new.safetensors"]}, {"paths": [str(folder)]}]]
     async with front(new_engine()) as send:
         refused = await send("/update_weights", {"update_info": {"paths": ["/tmp"]}})
@@ -297,15 +295,15 @@ class Engines(FakeEngine):
         super().__init__(weights=WeightVersion())
         self.found = found
 
-    async def weights(self, call: str, body: dict) -> dict:
+    async def weights(self, call: WeightCall) -> dict:
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
 
 
-def facts(version: str, serial: int, **changed: bool) -> dict:
+def facts(version: str, serial: int, **changed: bool) -> WeightState:
     same = {"paused": True, "stored": True, "updating": False, "world_size": 4}
-    return {"version": version, "serial": serial, **same, **changed}
+    return WeightState(version=version, serial=serial, **(same | changed))
 
 
 async def test_the_oldest_engine_counts():
@@ -346,7 +344,7 @@ async def test_trainers_wait_while_engines_are_lost():
 
 async def test_a_late_answer_ends_with_the_timeout():
     class Slow(FakeEngine):
-        async def weights(self, call: str, body: dict) -> dict:
+        async def weights(self, call: WeightCall) -> dict:
             await asyncio.Event().wait()
             return {}
 

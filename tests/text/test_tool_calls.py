@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.spec.tool_formats import TOOL_FORMATS
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
 from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
@@ -302,3 +303,7 @@ def test_number_without_a_value_in_a_call(name: str, before: str, after: str, nu
 def test_calls_without_arguments(none: str):
     text = f'<tool_call>{{"arguments": {none}, "name": "f"}}</tool_call>'
     assert read(HERMES, [text]) == ("", [("f", "{}")])
+
+
+def test_the_settings_list_every_format():
+    assert tuple(FORMATS) == TOOL_FORMATS

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
+from runtime.spec.weight_parts import ArraysPart
 from runtime.updates.in_place import tensors_of
-from runtime.updates.parts import ArraysPart
 from runtime.worker.runner import ModelRunner
 from tests.support.models import quantized_models
 from tests.support.models.family_cases import save_model, spec_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.updates.parts import ArraysPart
+from runtime.spec.weight_parts import ArraysPart
 from tests.support.models.family_cases import CASES, save_model, spec_of
 from tests.support.models.runner_driver import open_runner, tiny_runner
 from tests.support.models.weight_updates import (
@@ -68,6 +68,6 @@ def test_a_partial_update_changes_its_tensors_alone(case, tmp_path):
         part = changed({name: tensors[name] for name in own}, seed=step)
         whole |= part
         update(runner, [ArraysPart(part)], str(step))
-        runner.updates.keep()
+        runner.updates.store()
         folder = write_changed(tmp_path / "first", whole, tmp_path / f"state {step}")
         assert torch.equal(logits(runner), logits(open_runner(folder, **LIMITS)))

@@ -14,7 +14,7 @@ from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
-from runtime.updates.parts import ArraysPart
+from runtime.spec.weight_parts import ArraysPart
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.family_cases import save_model

@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_parts import BroadcastPart, GroupInfo, TensorInfo
 from runtime.updates import sending
-from runtime.updates.parts import BroadcastPart, GroupInfo, TensorInfo
 from runtime.updates.tensor_infos import num_bytes
 from runtime.updates.transports import nccl, rendezvous
 from runtime.updates.transports.nccl import NcclReceiver

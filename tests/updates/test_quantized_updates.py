@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.quant.model_formats import encodings_on_device
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import ArraysPart
+from runtime.spec.weight_parts import ArraysPart
 from tests.support.models import quantized_models
 from tests.support.models.gguf_export import export
 from tests.support.models.quantized import FORMATS

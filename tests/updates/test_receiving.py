@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from runtime.kernels.numerics import Numerics
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import ArraysPart, BroadcastPart, FilesPart, GroupInfo, IpcPart, PullPart, TensorInfo
+from runtime.spec.weight_parts import ArraysPart, BroadcastPart, FilesPart, GroupInfo, IpcPart, PullPart, TensorInfo
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import ModelRunner
 from tests.support.models.family_cases import save_model, spec_of

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_parts import ArraysPart
 from runtime.spec.weight_version import WeightVersion
-from runtime.updates.parts import ArraysPart
 from runtime.updates.slice_files import read_slices
 from runtime.updates.slices import Slice, SliceSet
 from runtime.updates.store import WeightStore
@@ -53,7 +53,7 @@ def test_a_fresh_runner_has_the_stored_weights(tmp_path):
     for i, names in enumerate((list(tensors), list(tensors)[::2], list(tensors)[:3])):
         whole |= changed({name: tensors[name] for name in names}, seed=i)
         update(runner, [ArraysPart({name: whole[name] for name in names})], str(i))
-        runner.updates.keep()
+        runner.updates.store()
         fresh = start(folder)
         assert fresh.info == runner.info
         assert fresh.info.weights.serial == i + 1
@@ -76,7 +76,7 @@ def test_a_damaged_store_is_ignored(damage, tmp_path, caplog):
     folder = write_tiny(tmp_path / "model")
     runner, before = start(folder), logits(start(folder))
     update(runner, [ArraysPart(changed(tensors_in(folder)))])
-    runner.updates.keep()
+    runner.updates.store()
     (path,) = (tmp_path / "store").glob("*.weights")
     data = path.read_bytes()
     if damage == "cut":
@@ -96,7 +96,7 @@ def test_a_damaged_store_is_ignored(damage, tmp_path, caplog):
     assert fresh.info.weights == WeightVersion()
     assert torch.equal(logits(fresh), before)
     update(fresh, [ArraysPart(changed(tensors_in(folder), seed=3))], "another")
-    fresh.updates.keep()
+    fresh.updates.store()
     assert torch.equal(logits(start(folder)), logits(fresh))
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_keeps_serving(tmp_path):
     first = changed({name: tensors[name] for name in list(tensors)[::2]})
     update(runner, [ArraysPart(first)])
     with pytest.raises(CallboardError, match="weight_store"):
-        runner.updates.keep()
+        runner.updates.store()
     second = changed({"model.norm.weight": tensors["model.norm.weight"]}, seed=2)
     update(runner, [ArraysPart(second)], "2")
     whole = write_changed(folder, first | second, tmp_path / "whole")
@@ -196,5 +196,5 @@ def test_slices_that_others_replace_are_released(tmp_path, monkeypatch):
     released.clear()
     update(runner, [ArraysPart({names[0]: given[names[0]] + 1})], "2")  # before the first version is stored
     assert released == [names[0]]
-    runner.updates.keep()
+    runner.updates.store()
     assert sorted(released[1:]) == sorted(names)

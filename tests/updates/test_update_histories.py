@@ -19,8 +19,8 @@ from hypothesis.strategies import integers, sampled_from, sets
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_parts import ArraysPart
 from runtime.updates.in_place import tensors_of
-from runtime.updates.parts import ArraysPart
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.examples import examples
@@ -89,7 +89,7 @@ class Updates(RuleBasedStateMachine):
 
     @rule()
     def keep(self) -> None:
-        self.runner.updates.keep()
+        self.runner.updates.store()
         if self.is_new:
             self.stored, self.is_new = self.served, False
 

@@ -21,9 +21,10 @@ import numpy as np
 
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.plan import EMPTY_TABLE, Int32s
+from runtime.core.plan import EMPTY_TABLE
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.states.snapshot_pool import Snapshot, SnapshotPool
+from runtime.spec.arrays import Int32s
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
 

@@ -13,8 +13,9 @@ from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compil
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
+from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
 from runtime.kernels.cpu.states.compiled_states import CompiledStates

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.core.plan import MAX_DRAFT_TOKENS
+from runtime.spec.config import MAX_DRAFT_TOKENS
 from runtime.spec.kv_cache_spec import RING
 
 LAG = 1  # last tokens before a row that its stored state leaves out: the step before it may be planned again

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import IpcPart
+from runtime.spec.weight_parts import IpcPart
 from runtime.updates.transports.ipc_handles import IpcHandle, check_packed, check_tensor, checked
 from runtime.updates.transports.packing import torch_dtype, unpacked
 from runtime.worker.cuda_driver import call

@@ -10,8 +10,8 @@ import torch
 
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_parts import ArraysPart, PullPart, TensorInfo
 from runtime.updates.model_tensors import Incoming
-from runtime.updates.parts import ArraysPart, PullPart, TensorInfo
 from runtime.updates.staging import Stage
 
 PULL_BYTES = 256 << 20  # of the slices that are requested at once

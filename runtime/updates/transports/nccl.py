@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import BroadcastPart, GroupInfo, TensorInfo
+from runtime.spec.weight_parts import BroadcastPart, GroupInfo, TensorInfo
 from runtime.updates.tensor_infos import num_bytes
 from runtime.updates.transports.nccl_library import Group, NcclGroup
 from runtime.updates.transports.packing import cut, unpacked

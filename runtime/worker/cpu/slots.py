@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan, last_tokens
+from runtime.core.plan import NewSlot, StepPlan, last_tokens
 from runtime.kernels.states.state_rows import StateRows
+from runtime.spec.arrays import Int32s
 
 IntArray = NDArray[np.integer[Any]]
 

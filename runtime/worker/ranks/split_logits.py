@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 
 
 class SplitLogits:

@@ -24,6 +24,7 @@ from runtime.background import in_background
 from serve_app.apis.batches.lines import Position, Requests, append, check, fault, finished, read_line
 from serve_app.apis.batches.places import Places
 from serve_app.apis.batches.store import ENDED, BatchStore, Record
+from serve_app.http import in_process
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
 from serve_app.settings import HttpSettings
@@ -231,24 +232,7 @@ class _Run:
 
     async def _posted(self, body: bytes, request_id: str) -> tuple[int, dict[bytes, bytes], bytes]:
         """Return the answer of this server's own route: status, headers and body."""
-        path = self._batch["endpoint"]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "request_id": request_id,
-            "owner": self._record.owner,
-        }
-        messages: list[Message] = [{"type": "http.request", "body": body}]
         status, headers, answer = 500, dict[bytes, bytes](), bytearray()
-
-        async def receive() -> Message:
-            while not messages:
-                await asyncio.sleep(3600)  # the client never leaves
-            return messages.pop()
 
         async def send(message: Message) -> None:
             nonlocal status, headers
@@ -257,7 +241,8 @@ class _Run:
             answer.extend(message.get("body", b""))
 
         try:
-            await self._routes(scope, receive, send)
+            path, owner = self._batch["endpoint"], self._record.owner
+            await in_process.post(self._routes, path, body, send, owner=owner, request_id=request_id)
         except Exception:
             logger.exception("request %s of batch %s failed", request_id, self._batch["id"])
         return status, headers, bytes(answer) or encode_json(INTERNAL_ERROR.body())

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from actors.wire.weight_calls import WeightState
 from serve_app.protocol.operation import ErrorObject
 from serve_app.service.model_card import ModelCard
 
@@ -163,10 +164,10 @@ class WeightInfo(Struct):
     engines: list[EngineWeights]
 
     @classmethod
-    def of(cls, answers: Mapping[str, Any]) -> WeightInfo:
+    def of(cls, answers: Mapping[str, WeightState]) -> WeightInfo:
         """Return the sum of the answers of one engine or more, by their ids."""
         engines = [
-            EngineWeights(engine, a["version"], a["serial"], a["stored"], a["updating"], a["paused"])
+            EngineWeights(engine, a.version, a.serial, a.stored, a.updating, a.paused)
             for engine, a in sorted(answers.items())
         ]
         oldest = min(engines, key=lambda each: each.serial)

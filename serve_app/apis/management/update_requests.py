@@ -12,6 +12,7 @@ import msgspec
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from actors.wire.weight_calls import Finish, UpdateInfo
 from runtime.output.fields import FieldError, invalid, shown
 from runtime.spec.types import CallboardError
 from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
@@ -20,8 +21,6 @@ from serve_app.apis.management.allowed_folder import path_within
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel, VersionName
-
-UpdateInfo = dict[str, Any] | list[dict[str, Any]]
 
 
 def _printable(name: str | int) -> str | int:
@@ -70,11 +69,10 @@ class FinishUpdateRequest(RequestModel):
     wait_stored: bool | None = None  # answer when restarted engines would have them
     kv: Literal["recompute", "keep"] | None = None  # of running requests; default: that of the pause, or recompute
 
-    def call(self) -> dict[str, Any]:
-        """Return the body of the engines' call."""
+    def call(self) -> Finish:
+        """Return the engines' call."""
         version = None if self.weight_version is None else str(self.weight_version)
-        body = {"weight_version": version, "wait_stored": self.wait_stored is True}
-        return body if self.kv is None else {**body, "kv": self.kv}
+        return Finish(version, self.wait_stored is True, self.kv)
 
 
 class RenameRequest(RequestModel):

@@ -11,8 +11,6 @@ The engines have all state, so each call may reach another front."""
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,7 +20,20 @@ from starlette.routing import Route
 from starlette.types import Message as SentMessage
 
 from actors.wire.engine_client import EngineClient, WeightsRefused
-from actors.wire.link_messages import MAX_LEASE_S
+from actors.wire.weight_calls import (
+    MAX_LEASE_S,
+    A,
+    Connect,
+    Discard,
+    Disconnect,
+    GetState,
+    Pause,
+    Receive,
+    Rename,
+    Resume,
+    Start,
+    WeightCall,
+)
 from runtime.spec.types import CallboardError
 from serve_app.apis.management.answers import (
     FinishedUpdate,
@@ -55,7 +66,7 @@ from serve_app.service.generation import UntilClientLeaves
 from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
-_WITH_CALLER = {"pause", "update"}  # calls that end if their client leaves; the others end soon
+_WITH_CALLER = {Pause: "pause", Receive: "update"}  # calls that end if their client leaves; the others end soon
 _REFUSALS = {"busy": (409, "weights_busy"), "not_open": (409, "no_weight_update"), "bad_request": (400, None)}
 
 
@@ -148,16 +159,15 @@ class WeightRoutes:
         """Answer when every engine is paused: with wait after the end of all running requests."""
         asked = read_query(PauseQuery, request)
         mode = "wait" if asked.mode == "finish" else asked.mode
-        lease = {} if asked.lease_s is None else {"lease_s": asked.lease_s}
-        await self._call(request, "pause", {"mode": mode, "kv": asked.kv, **lease})
+        await self._call(request, Pause(mode=mode, kv=asked.kv, lease_s=asked.lease_s))
         return json_response(Paused("paused"))
 
     async def resume(self, request: HttpRequest) -> Response:
-        await self._call(request, "resume")
+        await self._call(request, Resume())
         return json_response(Paused("resumed"))
 
     async def is_paused(self, request: HttpRequest) -> Response:
-        info = WeightInfo.of(await self._call(request, "info"))
+        info = WeightInfo.of(await self._call(request, GetState()))
         return json_response(PauseStatus(info.paused))
 
     # ---- updates ----------------------------------------------------------------------------------------------------
@@ -167,17 +177,17 @@ class WeightRoutes:
         client = self._client(request)
         asked = await parsed_body(InitTransferRequest, request, self._settings)
         check_init_info(asked.init_info)
-        await self._call_on(request, client, "init", {"init_info": asked.init_info})
+        await self._call_on(request, client, Connect(asked.init_info))
         return json_response(Message("Weight transfer initialized"))
 
     async def shutdown(self, request: HttpRequest) -> Response:
-        await self._call(request, "shutdown")
+        await self._call(request, Disconnect())
         return json_response(Message("Weight transfer shut down"))
 
     async def start(self, request: HttpRequest) -> Response:
         client = self._client(request)
         parse(StartUpdateRequest, await self._optional_body(request))
-        await self._call_on(request, client, "start", {"update_id": secrets.token_hex(16)})
+        await self._call_on(request, client, Start())
         return json_response(Message("Weight update started"))
 
     async def update(self, request: HttpRequest) -> Response:
@@ -190,27 +200,27 @@ class WeightRoutes:
             async with Deadline(self._settings.request_timeout_s):
                 await self._models.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
             return json_response(Message("Adapter updated"))
-        await self._call_on(request, client, "update", {"update_info": info})
+        await self._call_on(request, client, Receive(update_info=info))
         return json_response(Message("Weights updated"))
 
     async def finish(self, request: HttpRequest) -> Response:
         """Answer when every engine uses the new weights and, with wait_stored, has stored them."""
         client = self._client(request)
         asked = parse(FinishUpdateRequest, await self._optional_body(request))
-        info = WeightInfo.of(await self._call_on(request, client, "finish", asked.call()))
+        info = WeightInfo.of(await self._call_on(request, client, asked.call()))
         text = "Weight update finished"
         return json_response(FinishedUpdate(text, info.weight_version, info.serial, info.stored))
 
     async def discard(self, request: HttpRequest) -> Response:
         """Answer when no engine has an open update."""
-        await self._call(request, "discard")
+        await self._call(request, Discard())
         return json_response(Message("Weight update discarded"))
 
     async def rename(self, request: HttpRequest) -> Response:
         client = self._client(request)
         asked = await parsed_body(RenameRequest, request, self._settings)
         new_version = str(asked.new_version)
-        await self._call_on(request, client, "rename", {"new_version": new_version})
+        await self._call_on(request, client, Rename(new_version))
         return json_response(Renamed(new_version))
 
     async def start_draft(self, request: HttpRequest) -> Response:
@@ -231,11 +241,11 @@ class WeightRoutes:
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     async def info(self, request: HttpRequest) -> Response:
-        return json_response(WeightInfo.of(await self._call(request, "info")))
+        return json_response(WeightInfo.of(await self._call(request, GetState())))
 
     async def world_size(self, request: HttpRequest) -> Response:
         asked = read_query(WorldSizeQuery, request)
-        sizes = [int(answer["world_size"]) for answer in (await self._call(request, "info")).values()]
+        sizes = [state.world_size for state in (await self._call(request, GetState())).values()]
         return json_response(WorldSize(sum(sizes) if asked.include_dp else max(sizes)))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -249,22 +259,22 @@ class WeightRoutes:
             raise ApiError(403, text, code="weight_updates_not_allowed")
         return client
 
-    async def _call(self, request: HttpRequest, call: str, body: dict[str, Any] | None = None) -> Mapping[str, Any]:
-        return await self._call_on(request, self._client(request), call, body or {})
+    async def _call(self, request: HttpRequest, call: WeightCall[A]) -> dict[str, A]:
+        return await self._call_on(request, self._client(request), call)
 
-    async def _call_on(
-        self, request: HttpRequest, client: EngineClient, call: str, body: dict[str, Any]
-    ) -> Mapping[str, Any]:
+    async def _call_on(self, request: HttpRequest, client: EngineClient, call: WeightCall[A]) -> dict[str, A]:
         """Return the answers of the engines by their ids; raises ApiError."""
         try:
             async with Deadline(self._settings.request_timeout_s):
-                if call not in _WITH_CALLER:
-                    return await client.weights(call, body)
+                if type(call) not in _WITH_CALLER:
+                    return await client.weights(call)
                 async with UntilClientLeaves(request.receive, _send_nothing):
-                    return await client.weights(call, body)
-            if call == "update":  # the engines may still wait for its tensors
-                await client.weights("discard", {})
-            raise ApiError(499, f"The client left before the end of its {call}.", code="client_left")
+                    return await client.weights(call)
+            if isinstance(call, Receive):  # the engines may still wait for its tensors
+                await client.weights(Discard())
+            raise ApiError(
+                499, f"The client left before the end of its {_WITH_CALLER[type(call)]}.", code="client_left"
+            )
         except ApiError:
             raise
         except WeightsRefused as e:

@@ -17,11 +17,11 @@ import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from actors.ray.names import SERVE_NAMESPACE, serve_actors
 from runtime.spec.types import CallboardError
 from serve_app.apis.responses.store import ResponseStore, gone
 from serve_app.protocol.errors import ApiError
 
-_NAMESPACE = "serve"  # of Serve's own actors
 _ANSWER_S = 5.0  # even a busy front answers within milliseconds
 _LISTING_S = 1.0  # from one listing of Ray's actors to the next
 
@@ -70,7 +70,7 @@ class RayFronts:
                 await asyncio.shield(self._listing)
             if name not in self._names:
                 raise ValueError(f"Serve has no actor {name!r}.")
-            self._actors[front] = await self._ask_ray(ray.get_actor, name, _NAMESPACE)
+            self._actors[front] = await self._ask_ray(ray.get_actor, name, SERVE_NAMESPACE)
         return self._actors[front]
 
     def _name_of(self, front: str) -> str:
@@ -81,18 +81,13 @@ class RayFronts:
         try:
             await asyncio.sleep(self._listed_at + _LISTING_S - time.monotonic())
             self._listed_at = time.monotonic()
-            self._names = await self._ask_ray(_serve_actors)
+            self._names = await self._ask_ray(serve_actors)
             self._actors = {f: actor for f, actor in self._actors.items() if self._name_of(f) in self._names}
         finally:
             self._listing = None
 
     async def _ask_ray(self, function: Callable[..., Answer], *arguments: str) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-
-
-def _serve_actors() -> frozenset[str]:
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return frozenset(actor["name"] for actor in actors if actor["namespace"] == _NAMESPACE)
 
 
 class StoreOnLoop:
@@ -114,4 +109,4 @@ class StoreOnLoop:
 def _answer(replica: object, method: str, *args: Any) -> Any:
     """Call the store of the front in this process."""
     front: Any = serve.get_replica_context().servable_object
-    return front.responses.call(method, *args)
+    return front.stored_responses.call(method, *args)

@@ -64,7 +64,8 @@ class SlowRunner(FakeRunner):
 
     # ---- updates of weights: a part is any object --------------------------------------------------------------------
 
-    def call(self, method, *arguments, of_rank=None):
+    def call(self, method, *arguments):
+        method = method.__name__
         if self.closed.is_set() or self.dead:
             raise RunnersLost(self.dead or "The runner was let go.")
         self.calls.append(method)
@@ -87,7 +88,7 @@ class SlowRunner(FakeRunner):
         self.weights, self.version, self.staged = seed_of(version), version, []
         return version.fingerprint("f")
 
-    def weights_keep(self):
+    def weights_store(self):
         self.store.append(self.version)
 
     def weights_discard(self):
@@ -114,8 +115,8 @@ class Engine:
         self.runners[-1].store = self.store
         return self.runners[-1], self.info
 
-    def call_ranks(self, *arguments, **by_name):
-        return self.runners[-1].call(*arguments, **by_name)
+    def call_ranks(self, *arguments):
+        return self.runners[-1].call(*arguments)
 
     def load_adapter(self, *place):
         self.runners[-1].load_adapter(*place)
@@ -161,10 +162,10 @@ class Engines:
     async def open_link(self, name):
         return await self.engine(name).open_link()
 
-    async def weights(self, name, call, body):
+    async def weights(self, name, call):
         if (loop := self.engine(name).loop) is None:
             raise CallboardError("The engine has died.")
-        answer = loop.weights.call(call, body)
+        answer = loop.weights.call(call)
         while not answer.done():
             if self.engine(name).loop is not loop:
                 raise CallboardError("The engine has died.")

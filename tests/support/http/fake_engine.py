@@ -15,6 +15,17 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
+from actors.wire.weight_calls import (
+    Discard,
+    Finish,
+    Pause,
+    Receive,
+    Rename,
+    Resume,
+    Start,
+    WeightCall,
+    WeightState,
+)
 from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
@@ -77,28 +88,28 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.version, self.is_paused, self.update_id = WeightVersion(), False, ""
-        self.calls: list[tuple[str, dict]] = []
+        self.calls: list[WeightCall] = []
 
-    async def call(self, call: str, body: dict) -> dict:
-        self.calls.append((call, body))
-        if call in ("pause", "resume"):
-            self.is_paused = call == "pause"
-        elif call == "start":
-            if self.update_id:
+    async def call(self, call: WeightCall) -> WeightState:
+        self.calls.append(call)
+        match call:
+            case Pause() | Resume():
+                self.is_paused = isinstance(call, Pause)
+            case Start() if self.update_id:
                 raise WeightsRefused("Another update of the weights is open.", "busy")
-            self.update_id = body["update_id"]
-        elif call in ("update", "finish") and not self.update_id:
-            raise WeightsRefused("No update of the weights is open; begin with start_weight_update.", "not_open")
-        elif call == "update" and "bad" in body["update_info"]:
-            raise WeightsRefused("update_info.bad is not a field.", "bad_request")
-        elif call == "finish":
-            self.version, self.update_id = self.version.after(self.update_id, body["weight_version"], False), ""
-        elif call == "discard":
-            self.update_id = ""
-        elif call == "rename":
-            self.version = replace(self.version, name=body["new_version"])
-        facts = {"paused": self.is_paused, "version": self.version.name, "serial": self.version.serial}
-        return facts | {"stored": True, "updating": bool(self.update_id), "world_size": 2}
+            case Start():
+                self.update_id = call.update_id
+            case Receive() | Finish() if not self.update_id:
+                raise WeightsRefused("No update of the weights is open; begin with start_weight_update.", "not_open")
+            case Receive() if "bad" in call.update_info:
+                raise WeightsRefused("update_info.bad is not a field.", "bad_request")
+            case Finish():
+                self.version, self.update_id = self.version.after(self.update_id, call.weight_version, False), ""
+            case Discard():
+                self.update_id = ""
+            case Rename():
+                self.version = replace(self.version, name=call.new_version)
+        return WeightState(self.is_paused, self.version.name, self.version.serial, True, bool(self.update_id), 2)
 
 
 class FakeEngine:
@@ -165,8 +176,8 @@ class FakeEngine:
     def is_paused(self) -> bool:
         return self.fake_weights.is_paused
 
-    async def weights(self, call: str, body: dict) -> dict:
-        return {"0": await self.fake_weights.call(call, body)}
+    async def weights(self, call: WeightCall) -> dict[str, WeightState]:
+        return {"0": await self.fake_weights.call(call)}
 
     async def reset_prefix_cache(self) -> None:
         """Nothing is cached here."""

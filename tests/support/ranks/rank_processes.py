@@ -15,7 +15,7 @@ import numpy as np
 from runtime.assembly.runner import build_runner
 from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, ModelSource
 

@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.grammar_state import GrammarState
-from runtime.spec.sharding import Shard
+from runtime.spec.shard import Shard
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
 from tests.support.ranks.lockstep_ranks import LockstepGroup, LockstepRank

@@ -16,7 +16,8 @@ from runtime.kernels.cpu.experts.expert_product import expert_dense_product, exp
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
 from runtime.kernels.cpu.linear.dense_weight import DenseWeight, dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
-from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 

@@ -13,7 +13,7 @@ from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
-from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, ROWS, WeightForm
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, WeightForm
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.llvm.launcher import kernel

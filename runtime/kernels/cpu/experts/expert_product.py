@@ -11,7 +11,7 @@ import torch
 
 from runtime.kernels.cpu.linear.dense_product import DenseRows, multiply_dense_blocks, tiling
 from runtime.kernels.cpu.linear.int_product import TYPES, Results, StoredRows, StoredWeight, multiply_blocks
-from runtime.kernels.cpu.linear.interleaved_weight import WeightForm
+from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
     F32s,

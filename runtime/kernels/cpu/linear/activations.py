@@ -7,7 +7,7 @@ A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for
 from __future__ import annotations
 
 from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
-from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS
 from runtime.kernels.cpu.rows import gated_by, inverse_rms
 from runtime.kernels.llvm.language import (
     F32s,

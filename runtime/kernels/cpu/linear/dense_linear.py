@@ -9,7 +9,7 @@ from runtime.kernels.cpu.linear.activations import float_rows
 from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
 from runtime.kernels.cpu.linear.dense_weight import DenseWeight
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
 from runtime.kernels.linear.lora import RowAdapters
 from runtime.kernels.llvm.launcher import Launcher, kernel

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.cpu.linear import weight_memory
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.cpu.linear.weight_form import ROWS
 
 _AT_ONCE = 1 << 22  # numbers that are compared at once
 _FIRST = 1 << 12  # of them; they show most weights that need float32

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from runtime.kernels.cpu.linear.interleaved_weight import E2M1_OFFSET, E2M1_VALUES
+from runtime.kernels.cpu.linear.weight_form import E2M1_OFFSET, E2M1_VALUES
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, where, zeros
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.kernels.cpu.linear.dot import Dot, e2m1_values, repeated_quad
-from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
     F16s,

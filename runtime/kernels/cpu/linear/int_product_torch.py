@@ -10,13 +10,12 @@ from typing import NamedTuple
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import (
-    COLUMNS,
-    ROWS,
     InterleavedWeight,
     dequantize_interleaved,
     scales_of,
     values_of,
 )
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 
 LARGEST = {16: 32512.0, 8: 127.0}  # by bits; 32512 = 256 * 127 leaves room for the carry of the low limb
 SMALLEST_MAGNITUDE = 2.0**-100  # of a chunk's largest number, which divides

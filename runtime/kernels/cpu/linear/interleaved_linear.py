@@ -10,7 +10,8 @@ from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows
-from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 from runtime.kernels.linear.linear_torch import Activate, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation

@@ -1,0 +1,80 @@
+"""Machines that join after the build of an application: `python -m benchmarks.cluster --cases late-nodes --seconds 30`.
+
+A head that computes nothing is alone when Serve gets two applications, one with device=auto and one with device=cuda.
+After `seconds` a machine with CPUs joins, then one with a declared GPU. The first one is killed, and started again.
+Each line has the state of Serve, and the pending placement groups, which an autoscaler would start machines for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from itertools import chain
+from typing import Any
+
+from benchmarks.cluster.clients import Clients
+from benchmarks.cluster.machines import Cluster
+
+_CPUS = ["--num-cpus=4", "--num-gpus=0"]
+_GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
+_POLL_S = 1.0
+_TIMEOUT_S = 180.0
+_LOOK = """
+import json, sys
+import ray
+from ray import serve
+from ray.util import placement_group_table
+ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False)
+groups = placement_group_table().values()
+found = {"applications": {}, "nodes": sum(node["Alive"] for node in ray.nodes())}
+for state in ("PENDING", "CREATED"):
+    found[state.lower()] = [list(group["bundles"].values()) for group in groups if group["state"] == state]
+for name, application in serve.status().applications.items():
+    deployments = {key: f"{each.status.value}: {each.message}" for key, each in application.deployments.items()}
+    found["applications"][name] = {"status": application.status.value, **deployments}
+print("\\n" + json.dumps(found))
+"""
+
+
+async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) -> None:
+    """Print a line for each phase."""
+    cluster.start_head()
+    auto = {"name": "auto", "route_prefix": "/", "args": cluster.args(model)}
+    cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
+    cluster.deploy("EveryNode", auto, cuda)
+    await asyncio.sleep(seconds)
+    _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
+    clients = Clients(cluster.url)
+    for case, options in (("machine joins", _CPUS), ("machine returns", _CPUS)):
+        began = time.monotonic()
+        cluster.join(cluster.front, *options)
+        joined = time.monotonic()
+        await clients.wait_until_ready(1)
+        times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
+        await clients.learn()
+        _print(case, cluster, **times, sentences=cluster.logged(" runs on "))
+        if case == "machine joins":
+            cluster.join(cluster.other, *_GPU)
+            await _until(cluster, lambda found: {"CPU": 1.0, "GPU": 1.0} in chain(*found["created"]))
+            _print("declared GPU joins", cluster)
+            cluster.front.kill()
+            await _until(cluster, lambda found: found["nodes"] == 2)
+            _print("machine lost", cluster)
+
+
+async def _until(cluster: Cluster, holds: Any) -> None:
+    end = time.monotonic() + _TIMEOUT_S
+    while not holds(_look(cluster)):
+        if time.monotonic() > end:
+            raise TimeoutError(json.dumps(_look(cluster)))
+        await asyncio.sleep(_POLL_S)
+
+
+def _look(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(cluster.python(_LOOK).splitlines()[-1])
+    return found
+
+
+def _print(case: str, cluster: Cluster, **more: object) -> None:
+    print(json.dumps({"case": case, **_look(cluster), **more}), flush=True)
