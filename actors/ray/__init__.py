@@ -39,7 +39,8 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
                                             ray.serve._private that workers import
     placement.free_resources                ray._private.state.available_resources_per_node
-    caller_router.CallerRouter              Router._choose_replica_for_request; that Serve pickles a request's metadata
+    caller_router                           Router._choose_replica_for_request; that Serve pickles the metadata of a
+                                            request; that the name of a router is no proof of its class
     callers.current_call                    the local variable request_metadata of Serve's frames below a method
     callers._dead                           the accessor of ray._private.state, and its record of a process
     room.lacks_resources                    that Serve names a replica's placement group as the replica
