@@ -97,6 +97,8 @@ class Front(HandleCalls):
             self._groups[name] = EngineGroup(directory, zero, settings.routing_policy)
             if model.scaling.sleeps:
                 sleeping[name] = self._groups[name]
+            else:  # Serve may have started no engine; the first one reports why that cannot be
+                handle.wake.remote()
         grammars = GrammarCompiler()
         self._models = Models([self._service_of(model, grammars) for model in models])
         fronts = RayFronts()
