@@ -10,11 +10,11 @@
     environment        variables that Ray reads at its start
     haproxy            adapts the configuration that Serve writes for HAProxy
     fork_server        forks Ray's workers from one process that has imported their modules
-    private            what `ray._private` and `ray.serve` have for our processes; what each version of Ray lacks
+    private            private parts of Ray and Serve for our processes, with the missing ones of each version
     process            settings of processes, reports of faults, and the base of actors that load a model
 
 A new version of Ray can break the code below without an error at import. The list was checked with Ray 2.60.0 and
-HAProxy 2.8. For another version, check each row, run tests/processes, and state in `private` what it lacks.
+HAProxy 2.8. For another version, check each row, run tests/processes, and list its missing parts in `private`.
 
     code                                    depends on
     --------------------------------------  ----------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def replace_get_node(patient: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def draw_class_ids_from_system() -> None:
-    """Make the ids of actor classes independent of Ray's generator, whose seed all forks of a process share."""
+    """Draw the ids of actor classes from the system, because all forks share the seed of Ray's own generator."""
     try:
         size = _ray.ActorClassID.size()
         _ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: _ray.ActorClassID(os.urandom(size)))

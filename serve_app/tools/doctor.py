@@ -167,7 +167,7 @@ def package_version(name: str) -> Finding:
 
 
 def ray_version(installed: Finding) -> Finding:
-    """Check the version of Ray, and name what it lacks."""
+    """Check the version of Ray, and name its missing parts."""
     if installed.level != "ok":
         return installed
     from actors.ray.private import NEWEST, lacks
