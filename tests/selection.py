@@ -30,7 +30,7 @@ ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "l
 # What depends on the version of Ray: its private parts, a start, requests, deaths, scaling and a stop.
 OLDEST_RAY = (
     "tests/actors/test_private_ray.py",
-    "tests/actors/test_fork_server.py",
+    "tests/actors/test_fork_server.py::test_worker_modules_are_safe_to_fork",
     "tests/processes/test_actors.py",
     "tests/processes/test_scaling.py",
     "tests/processes/test_serve.py",
