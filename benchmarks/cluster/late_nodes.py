@@ -19,7 +19,7 @@ from benchmarks.cluster.machines import Cluster
 _CPUS = ["--num-cpus=4", "--num-gpus=0"]
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
 _POLL_S = 1.0
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 600.0
 _LOOK = """
 import json, sys
 import ray
@@ -44,7 +44,7 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) ->
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
     cluster.deploy("EveryNode", auto, cuda)
     await asyncio.sleep(seconds)
-    _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
+    print_state("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
     clients = Clients(cluster.url)
     for case, options in (("machine joins", _CPUS), ("machine returns", _CPUS)):
         began = time.monotonic()
@@ -53,28 +53,28 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) ->
         await clients.wait_until_ready(1)
         times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
         await clients.learn()
-        _print(case, cluster, **times, sentences=cluster.logged(" runs on "))
+        print_state(case, cluster, **times, sentences=cluster.logged(" runs on "))
         if case == "machine joins":
             cluster.join(cluster.other, *_GPU)
-            await _until(cluster, lambda found: {"CPU": 1.0, "GPU": 1.0} in chain(*found["created"]))
-            _print("declared GPU joins", cluster)
+            await until(cluster, lambda found: {"CPU": 1.0, "GPU": 1.0} in chain(*found["created"]))
+            print_state("declared GPU joins", cluster)
             cluster.front.kill()
-            await _until(cluster, lambda found: found["nodes"] == 2)
-            _print("machine lost", cluster)
+            await until(cluster, lambda found: found["nodes"] == 2)
+            print_state("machine lost", cluster)
 
 
-async def _until(cluster: Cluster, holds: Any) -> None:
+async def until(cluster: Cluster, holds: Any) -> None:
     end = time.monotonic() + _TIMEOUT_S
-    while not holds(_look(cluster)):
+    while not holds(look(cluster)):
         if time.monotonic() > end:
-            raise TimeoutError(json.dumps(_look(cluster)))
+            raise TimeoutError(json.dumps(look(cluster)))
         await asyncio.sleep(_POLL_S)
 
 
-def _look(cluster: Cluster) -> dict[str, Any]:
+def look(cluster: Cluster) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(cluster.python(_LOOK).splitlines()[-1])
     return found
 
 
-def _print(case: str, cluster: Cluster, **more: object) -> None:
-    print(json.dumps({"case": case, **_look(cluster), **more}), flush=True)
+def print_state(case: str, cluster: Cluster, **more: object) -> None:
+    print(json.dumps({"case": case, **look(cluster), **more}), flush=True)
