@@ -17,6 +17,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,7 @@ async def upgraded(cluster: Cluster, model: str | None, seconds: float) -> None:
 
     async def change() -> dict[str, Any]:
         began = time.monotonic()
-        settings = {"max_num_seqs": 33, "drain_timeout_s": 120}
-        await asyncio.to_thread(cluster.deploy_two, model, **settings)
+        await asyncio.to_thread(partial(cluster.deploy_two, model, max_num_seqs=33, drain_timeout_s=120))
         await until(cluster, lambda found: found["applications"]["callboard"]["status"] == "RUNNING")
         upgrade_s = round(time.monotonic() - began, 1)
         after = [e for machine in (cluster.front, cluster.other, cluster.spare) for e in cluster.engines(machine)]
@@ -126,8 +126,7 @@ async def environment(cluster: Cluster, model: str | None, seconds: float) -> No
     }
     args = cluster.args(model, num_fronts=1, device="cpu")
     began = time.monotonic()
-    application: dict[str, object] = {"name": "callboard", "import_path": "own_app:build_app"}
-    application |= {"runtime_env": own, "args": args}
+    application = {"name": "callboard", "import_path": "own_app:build_app", "runtime_env": own, "args": args}
     await asyncio.to_thread(cluster.deploy, "HeadOnly", application)
     clients = Clients(cluster.url)
     await clients.wait_until_ready(1)
