@@ -32,8 +32,9 @@ _FRONT = ["--num-cpus=3", '--resources={"front": 1}']  # room for another front 
 FRONT = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
 _ENGINE_TITLE = "ray::Callboard:callboard:engine:"
 _HEAD_TYPE, _FAKE = "ray.head.default", "ray.autoscaler._private.fake_multi_node.node_provider"
-# A raylet waits for 15 s for ports that its agents choose, and busy cores need longer.
+# A raylet ends if its agents take 15 s to write their ports, as on busy cores. It looks for one of the fixed ones, too.
 _AGENTS = ["--metrics-export-port=20001", "--runtime-env-agent-port=20002", "--dashboard-agent-grpc-port=20003"]
+_AGENT_PORT = 52365
 _QUICK = {  # as `callboard serve` has it: workers when they are needed, no lower than all else that the machine does
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -76,8 +77,19 @@ class Cluster:
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)
         self.front, self.other, self.spare = Machine(2, own), Machine(3, own), Machine(4, own)
         self.head = Machine(1, own) if has_head_apart else self.front
+        threading.Thread(target=self._write_agent_ports, daemon=True).start()
         self.hook_s: float | None = None  # duration of a pod's hook; None before its end
         self.url = f"http://{self.front.address}:{PORT}"
+
+    def _write_agent_ports(self) -> None:
+        while True:
+            for machine in (self.head, self.front, self.other, self.spare):
+                for log in machine.folder.glob("ray/session_2*/logs/raylet.out"):
+                    for node in re.findall(r"Initializing NodeManager node_id=(\w+)", _read(log)):
+                        path = log.parents[1] / f"dashboard_agent_listen_port_{node}"
+                        if not path.exists():
+                            path.write_text(str(_AGENT_PORT))
+            time.sleep(0.5)
 
     def start(self, model: str | None, **settings: object) -> None:
         """Returns when Serve has accepted the application."""
