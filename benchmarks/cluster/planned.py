@@ -1,12 +1,11 @@
-"""Changes by an operator under streams, each in a cluster of its own: `python -m benchmarks.cluster --cases upgraded`.
+"""Changes to a cluster under streams: `python -m benchmarks.cluster --cases upgraded`. Each case has its own cluster.
 
-machine-killed   the power of the second engine's machine fails
-drained          that machine drains for two reasons (`ray drain-node`), and is off at the deadline, `--seconds` later;
-                 another machine has room
-upgraded         `serve deploy` with other arguments of the engines; another machine has room
-autoscaled       Ray's autoscaler has no node for engines until one is wanted, and ends it when it is idle
-environment      `runtime_env` with a folder, a wheel and a variable
-"""
+`machine-killed` cuts the power of the second engine's machine. `drained` drains that machine for two reasons (`ray
+drain-node`), and cuts its power at the deadline, after `--seconds`. `upgraded` deploys other arguments of the engines.
+For the last two, another machine has room.
+
+`autoscaled` begins without a node for engines; Ray's autoscaler starts nodes, and ends idle ones. `environment` has a
+`runtime_env` with a folder, a wheel and a variable."""
 
 from __future__ import annotations
 
