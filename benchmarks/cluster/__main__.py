@@ -8,8 +8,9 @@ one a second engine, and one only Ray's GCS and Serve's controller. If no case d
 one. Only a kernel with user namespaces is needed. `head-killed` also needs a redis-server, which keeps the GCS's state.
 All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
 that Serve still replaces it (`front_back_s`, until a request is answered). `pod-ended` runs the hook of
-docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. `late-nodes`, in a cluster
-of its own, begins with a head alone, and `node-returns` follows there (late_nodes.py).
+docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. Others have a cluster of
+their own: `late-nodes` and `node-returns` begin with a head alone (late_nodes.py), planned.py has the changes by an
+operator.
 
 Clients read streams one after another, and also send short requests, over connections of their own. Each answer is
 compared with an undisturbed cluster's. A JSON line a case.
@@ -28,15 +29,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from benchmarks.cluster import planned
 from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.late_nodes import run_late_nodes
 from benchmarks.cluster.machines import Cluster
 from benchmarks.cluster.network import alone, make_bridge, refusal
 
 _CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut", "pod-ended"
-_LATE = "late-nodes", "node-returns"  # in this order, in another cluster
+_LATE = {"late-nodes": partial(run_late_nodes, returns=False), "node-returns": partial(run_late_nodes, returns=True)}
+_APART = {**_LATE, **planned.CASES}  # each runs alone, in another cluster
 _OF_HEAD = "head-cut", "head-killed"
 _DEADLINE_S = 40  # of a pod's hook; without room elsewhere, Serve ends replicas drain_timeout_s and 2 s before
 _BEFORE_S = 1.0  # under load before a disturbance
@@ -45,9 +49,10 @@ _BEFORE_S = 1.0  # under load before a disturbance
 async def _run(args: argparse.Namespace, folder: str) -> None:
     settings = dict(setting.split("=", 1) for setting in args.set)
     is_apart = any(case in _OF_HEAD for case in args.cases)
-    if _LATE[0] in args.cases:
-        cluster = Cluster(folder, settings, has_head_apart=True, has_redis=False)
-        await run_late_nodes(cluster, args.model, args.seconds, returns=_LATE[1] in args.cases)
+    if run := _APART.get(args.cases[0]):
+        has_head_apart = args.cases[0] in _LATE
+        cluster = Cluster(folder, settings, has_head_apart=has_head_apart, has_redis=False)
+        await run(cluster, args.model, args.seconds)
         return
     cluster = Cluster(
         folder,
@@ -93,12 +98,12 @@ def main() -> None:
     parser.add_argument("--model", help="a model's file or folder; default: a tiny one of random weights")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each disturbance lasts")
     parser.add_argument("--after", type=float, default=10.0, help="seconds for which clients come after its end")
-    parser.add_argument("--cases", nargs="*", choices=(*_CASES, *_LATE), default=_CASES, help="in their order")
+    parser.add_argument("--cases", nargs="*", choices=(*_CASES, *_APART), default=_CASES, help="in their order")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of Ray on all machines")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if set(args.cases) & set(_LATE) and tuple(args.cases) not in (_LATE, _LATE[:1]):
-        sys.exit("late-nodes needs another cluster; name it alone or before node-returns.")
+    if len(args.cases) > 1 and (apart := _APART.keys() & {*args.cases}):
+        sys.exit(f"{min(apart)} needs another cluster than the other cases; name it alone.")
     if args.inside:
         make_bridge()
         asyncio.run(_run(args, args.inside))

@@ -48,7 +48,7 @@ class Clients:
         self._url = url
         self._answers: dict[int, str] = {}  # by seed
 
-    async def wait_until_ready(self, num_engines: int, timeout_s: float = 180.0) -> None:
+    async def wait_until_ready(self, num_engines: int, timeout_s: float = 600.0) -> None:
         """Until the front is linked to `num_engines` engines."""
         end = time.monotonic() + timeout_s
         async with httpx.AsyncClient(base_url=self._url, timeout=5) as client:

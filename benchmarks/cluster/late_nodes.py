@@ -1,8 +1,8 @@
 """Machines that join after the build of an application: `python -m benchmarks.cluster --cases late-nodes --seconds 30`.
 
 A head that computes nothing is alone when Serve gets two applications, one with device=auto and one with device=cuda.
-After `seconds` a machine with CPUs joins, then one with a declared GPU. The case `node-returns` kills the first one before
-that, and starts it again.
+After `seconds` a machine with CPUs joins, then one with a declared GPU. The case `node-returns` kills the first one
+before that, and starts it again.
 Each line has the state of Serve, and the pending placement groups, which an autoscaler would start machines for.
 """
 
@@ -21,7 +21,7 @@ _CPUS = ["--num-cpus=4", "--num-gpus=0"]
 _GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
 _POLL_S = 1.0
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 600.0
 _LOOK = """
 import json, sys
 import ray
@@ -46,17 +46,17 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *,
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
     cluster.deploy("EveryNode", auto, cuda)
     await asyncio.sleep(seconds)
-    _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
+    print_state("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
     clients = Clients(cluster.url)
     await _join_and_serve("machine joins", cluster, clients)
     if returns:
         cluster.front.kill()
-        await _until(cluster, lambda found: found["nodes"] == 1)
-        _print("machine lost", cluster)
+        await until(cluster, lambda found: found["nodes"] == 1)
+        print_state("machine lost", cluster)
         await _join_and_serve("machine returns", cluster, clients)
     cluster.join(cluster.other, *_GPU)
-    await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
-    _print("declared GPU joins", cluster)
+    await until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
+    print_state("declared GPU joins", cluster)
 
 
 async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None:
@@ -66,22 +66,22 @@ async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None
     await clients.wait_until_ready(1)
     times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
     await clients.learn()
-    _print(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))
+    print_state(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))
 
 
-async def _until(cluster: Cluster, holds: Any) -> None:
+async def until(cluster: Cluster, holds: Any) -> None:
     end = time.monotonic() + _TIMEOUT_S
-    while not holds(_look(cluster)):
+    while not holds(look(cluster)):
         if time.monotonic() > end:
-            raise TimeoutError(json.dumps(_look(cluster)))
+            raise TimeoutError(json.dumps(look(cluster)))
         await asyncio.sleep(_POLL_S)
 
 
-def _look(cluster: Cluster) -> dict[str, Any]:
+def look(cluster: Cluster) -> dict[str, Any]:
     lines = cluster.python(_LOOK).splitlines()  # Ray's own lines among them
     found: dict[str, Any] = json.loads(next(line for line in lines if line.startswith('{"applications"')))
     return found
 
 
-def _print(case: str, cluster: Cluster, **more: object) -> None:
-    print(json.dumps({"case": case, **_look(cluster), **more}), flush=True)
+def print_state(case: str, cluster: Cluster, **more: object) -> None:
+    print(json.dumps({"case": case, **look(cluster), **more}), flush=True)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from actors.ray.environment import CLUSTER, haproxy_files, ray_token
 from actors.ray.haproxy import COMMAND, write_command
@@ -25,7 +27,14 @@ PORT = 8000
 _REDIS_PORT = 6390
 _HEAD = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
 _RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-_NO_CPUS, _ENGINE, _FRONT = ["--num-cpus=0"], ["--num-cpus=2"], ["--num-cpus=2", '--resources={"front": 1}']
+_NO_CPUS, _ENGINE = ["--num-cpus=0"], ["--num-cpus=2"]
+_FRONT = ["--num-cpus=3", '--resources={"front": 1}']  # room for another front in an update, not for another engine
+FRONT = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
+_ENGINE_TITLE = "ray::Callboard:callboard:engine:"
+_HEAD_TYPE, _FAKE = "ray.head.default", "ray.autoscaler._private.fake_multi_node.node_provider"
+# A raylet ends if its agents take 15 s to write their ports, as on busy cores. It looks for one of the fixed ones, too.
+_AGENTS = ["--metrics-export-port=20001", "--runtime-env-agent-port=20002", "--dashboard-agent-grpc-port=20003"]
+_AGENT_PORT = 52365
 _QUICK = {  # as `callboard serve` has it: workers when they are needed, no lower than all else that the machine does
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -43,6 +52,13 @@ config = json.loads(sys.argv[2])
 serve.start(**{name: config[name] for name in ("proxy_location", "http_options", "logging_config")})
 _get_global_client().deploy_apps(ServeDeploySchema(**config))
 """
+_NODE = """
+import sys
+import ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+print("\\n" + nodes[sys.argv[2]])
+"""
 
 
 class Cluster:
@@ -59,26 +75,66 @@ class Cluster:
             self._environment["RAY_REDIS_ADDRESS"] = f"{HOST}:{_REDIS_PORT}"
             redis = ["redis-server", "--bind", HOST, "--port", str(_REDIS_PORT), "--protected-mode", "no", "--save", ""]
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)
-        self.front, self.other = Machine(2, own), Machine(3, own)
+        self.front, self.other, self.spare = Machine(2, own), Machine(3, own), Machine(4, own)
         self.head = Machine(1, own) if has_head_apart else self.front
+        threading.Thread(target=self._write_agent_ports, daemon=True).start()
         self.hook_s: float | None = None  # duration of a pod's hook; None before its end
         self.url = f"http://{self.front.address}:{PORT}"
 
-    def start(self, model: str | None) -> None:
+    def _write_agent_ports(self) -> None:
+        while True:
+            for machine in (self.head, self.front, self.other, self.spare):
+                for log in machine.folder.glob("ray/session_2*/logs/raylet.out"):
+                    for node in re.findall(r"Initializing NodeManager node_id=(\w+)", _read(log)):
+                        path = log.parents[1] / f"dashboard_agent_listen_port_{node}"
+                        if not path.exists():
+                            path.write_text(str(_AGENT_PORT))
+            time.sleep(0.5)
+
+    def start(self, model: str | None, **settings: object) -> None:
         """Returns when Serve has accepted the application."""
         is_apart = self.head is not self.front
         self.start_head(*(_NO_CPUS if is_apart else _FRONT))
         nodes = [(self.other, _ENGINE), *([(self.front, _FRONT)] if is_apart else [])]
         for started in [self._ray_start(machine, *self._joined, *options) for machine, options in nodes]:
             started.check()
-        front = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
-        args = self.args(model, num_replicas=2, num_fronts=1, device="cpu")
-        application = {"name": "callboard", "args": args, "deployments": [front]}
-        self.deploy("EveryNode" if is_apart else "HeadOnly", application)
+        self.deploy_two(model, **settings)
+
+    def deploy_two(self, model: str | None, **settings: object) -> None:
+        """Returns when Serve has accepted two engines and a front, with other arguments than before."""
+        args = self.args(model, num_replicas=2, num_fronts=1, device="cpu", **settings)
+        application = {"name": "callboard", "args": args, "deployments": [FRONT]}
+        self.deploy("HeadOnly" if self.head is self.front else "EveryNode", application)
 
     def start_head(self, *options: str) -> None:
         """Start Ray on the head, by default one that computes nothing."""
         self._ray_start(self.head, *_HEAD, *(options or _NO_CPUS)).check()
+
+    def start_autoscaler(self, head: dict[str, float], worker: dict[str, float], idle_s: float) -> None:
+        """Start Ray on the head with its autoscaler, which starts raylets of Ray's fake provider there."""
+        # Ray finds its own address by a route to the outside.
+        subprocess.run([*self.head.command("ip"), "route", "add", "default", "via", HOST], check=True)
+        types = {_HEAD_TYPE: (head, 0), "worker": (worker, 3)}
+        config = {
+            "cluster_name": "fake", "max_workers": 3, "idle_timeout_minutes": idle_s / 60, "head_node_type": _HEAD_TYPE,
+            "provider": {
+                "type": "external", "module": f"{_FAKE}.FakeMultiNodeProvider", "gcs_address": self._gcs,
+                "launch_multiple": True, "use_node_id_as_ip": True, "disable_node_updaters": True,
+                "disable_launch_config_check": True, "head_node_id": FAKE_HEAD_NODE_ID,
+            },
+            "available_node_types": {
+                name: {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": most}
+                for name, (resources, most) in types.items()
+            },
+        }  # fmt: skip
+        path = self._folder / "autoscaler.json"
+        path.write_text(json.dumps(config))
+        own = {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        ids = dict.fromkeys(("RAY_CLOUD_INSTANCE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"), FAKE_HEAD_NODE_ID)
+        num_cpus, others = head.get("CPU", 0), {name: amount for name, amount in head.items() if name != "CPU"}
+        options = *_HEAD[:-1], f"--autoscaling-config={path}", f"--num-cpus={num_cpus:g}"
+        command = self._ray_command(self.head, *options, f"--resources={json.dumps(others)}")
+        _Started(command, self._environment | own | ids).check()
 
     def join(self, machine: Machine, *options: str) -> None:
         """Start Ray on another machine."""
@@ -90,7 +146,7 @@ class Cluster:
         own = {"model": path, "served_model_name": "model", "deterministic": True, "num_threads": 1}
         return {**own, "kv_cache_memory": 0.1, **settings}
 
-    def deploy(self, proxy_location: str, *applications: dict[str, object]) -> None:
+    def deploy(self, proxy_location: str, *applications: Mapping[str, object]) -> None:
         """Returns when Serve has accepted the applications."""
         config = {
             "proxy_location": proxy_location,
@@ -99,6 +155,14 @@ class Cluster:
             "applications": [{"import_path": "serve_app.app:build_app", **each} for each in applications],
         }
         self.python(_DEPLOY, json.dumps(config))
+
+    def drain(self, machine: Machine, reason: str, deadline_s: int) -> str:
+        """Drain a machine's node. Returns the last line of Ray's answer, which is empty if the node drains."""
+        found = self.python(_NODE, machine.address).split()[-1]
+        command = [*_RAY[:-1], "drain-node", "--address", self._gcs, "--node-id", found, "--reason-message", "test"]
+        options = ["--reason", f"DRAIN_NODE_REASON_{reason}", "--deadline-remaining-seconds", str(deadline_s)]
+        done = subprocess.run(self.head.command(*command, *options), env=self._environment, capture_output=True)
+        return done.stderr.decode().strip().rpartition("\n")[2] if done.returncode else ""
 
     def python(self, program: str, *arguments: str) -> str:
         """Run a program of Python on the head, with the GCS's address as its first argument. Returns its output."""
@@ -142,16 +206,33 @@ class Cluster:
 
         threading.Thread(target=run, daemon=True).start()
 
+    def engines(self, machine: Machine) -> list[str]:
+        """The process numbers of the engines on a machine."""
+        return [folder.name for folder in machine.processes() if _ENGINE_TITLE in _read(folder / "cmdline")]
+
+    def environments(self, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+        """Return these variables of each process of the application on the front's machine, by title."""
+        found = {}
+        for folder in self.front.processes():
+            title = _read(folder / "cmdline").strip("\0")
+            if title.startswith("ray::") and "callboard" in title:
+                pairs = [pair.partition("=") for pair in _read(folder / "environ").split("\0")]
+                found[title] = {name: value for name, _, value in pairs if name in names}
+        return found
+
     def kill_front(self) -> None:
         """Kill the front's process."""
         self._signal("ray::ServeReplica:callboard:Front", signal.SIGKILL)
 
     def _ray_start(self, machine: Machine, *options: str) -> _Started:
-        return _Started(machine.command(*_RAY, *self._options(machine), *options), self._environment)
+        return _Started(self._ray_command(machine, *options), self._environment)
+
+    def _ray_command(self, machine: Machine, *options: str) -> list[str]:
+        return machine.command(*_RAY, *self._options(machine), *options)
 
     def _options(self, machine: Machine) -> list[str]:
         fixed = [f"--node-ip-address={machine.address}", "--object-store-memory=104857600"]
-        return [*fixed, "--disable-usage-stats", "--include-log-monitor=false"]
+        return [*fixed, *_AGENTS, "--disable-usage-stats", "--include-log-monitor=false"]
 
     def cpu_s(self) -> float:
         """The time of a core that all processes have taken, ended ones included."""
@@ -169,6 +250,12 @@ class Cluster:
                 program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
                 if program.rpartition("/")[2].startswith(name):
                     os.kill(int(folder.name), number)
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):  # the process has just ended
+        return path.read_text(errors="replace")
+    return ""
 
 
 class _Started:
