@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,9 @@ class HandleCalls:
         if _wants_stream(content):
             raise _call_error(invalid("stream", "is true; call handle.options(stream=True), or leave it out"))
         async with aclosing(answers):
-            return await anext(answers)
+            async for answer in answers:
+                return answer
+        raise CallError(499, "The caller of this request has ended.", code="request_aborted")
 
     async def _answers(self, path: str, content: bytes, caller: Caller | None) -> AsyncGenerator[Answer, None]:
         """Yield the objects of an answer: its chunks, or the whole one."""
@@ -123,7 +125,9 @@ class HandleCalls:
                 error = _call_error(e)
                 if has_begun or self._is_leaving or error.status not in _LATER or error.retry_after_s is None:
                     raise error from None
-                await asyncio.sleep(error.retry_after_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(leaves(), error.retry_after_s)
+                    return
 
 
 async def _posted(
@@ -136,26 +140,25 @@ async def _posted(
     async def send(message: Message) -> None:
         nonlocal is_stream, last
         if message["type"] == "http.response.start":
-            is_stream = dict(message["headers"])[b"content-type"].startswith(b"text/event-stream")
+            if is_stream := dict(message["headers"])[b"content-type"].startswith(b"text/event-stream"):
+                await stack.enter_async_context(turns.stream())
         elif piece := message.get("body"):
             if is_stream:
                 last = await turns.wait(last)
             pieces.put_nowait(piece)
 
-    task = asyncio.create_task(in_process.post(routes, path, content, send, leaves=leaves))
-    task.add_done_callback(lambda _: pieces.put_nowait(None))
-    try:
-        async with turns.stream():
-            while (piece := await pieces.get()) is not None:
-                if not is_stream:
-                    yield msgspec.json.decode(piece)
-                    continue
-                for line in piece.split(b"\n"):
-                    if line.startswith(b"data: {"):
-                        yield _checked(msgspec.json.decode(line[6:]))
+    async with AsyncExitStack() as stack:
+        task = asyncio.create_task(in_process.post(routes, path, content, send, leaves=leaves))
+        task.add_done_callback(lambda _: pieces.put_nowait(None))
+        stack.callback(task.cancel)
+        while (piece := await pieces.get()) is not None:
+            if not is_stream:
+                yield msgspec.json.decode(piece)
+                continue
+            for line in piece.split(b"\n"):
+                if line.startswith(b"data: {"):
+                    yield _checked(msgspec.json.decode(line[6:]))
         await task  # raises the error of a route without an answer
-    finally:
-        task.cancel()
 
 
 def _checked(event: Answer) -> Answer:

@@ -76,6 +76,38 @@ def test_a_client_kills_processes_and_its_stream_goes_on(application):
                 time.sleep(0.01)
 
 
+async def test_rows_of_ray_data_outlive_an_engine(application):
+    """ray.data.llm's stage itself; docs/ray_data.py is the whole job, which needs another package."""
+    from ray.llm._internal.batch.stages.serve_deployment_stage import ServeDeploymentStageUDF
+
+    stage = ServeDeploymentStageUDF(
+        "__data",
+        ["method", "request_kwargs"],
+        deployment_name="Front",
+        app_name="callboard",
+        dtype_mapping={},
+        should_continue_on_error=True,
+    )
+    bodies = [{"prompt": f"{i}", "max_tokens": 200 if i else -9, "ignore_eos": True, "seed": i} for i in range(30)]
+    rows = [{"method": "completions", "request_kwargs": body, "__idx_in_batch": body["seed"]} for body in bodies]
+    killing = asyncio.create_task(_kill_an_engine_that_computes(application.url))
+    found = {row["__idx_in_batch"]: row async for row in stage.udf(rows)}
+    await killing
+    assert "max_tokens is -9" in found.pop(0)["__inference_error__"]
+    async with httpx.AsyncClient(base_url=application.url, timeout=100) as client:
+        for at, row in found.items():
+            assert row["usage"]["completion_tokens"] == 200, row["__inference_error__"]
+            answer = (await client.post("/v1/completions", json=bodies[at])).json()
+            assert [choice["text"] for choice in row["choices"]] == [choice["text"] for choice in answer["choices"]]
+
+
+async def _kill_an_engine_that_computes(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=100) as client:
+        while (await client.get("/load")).json()["server_load"] < 5:
+            await asyncio.sleep(0.01)
+        (await client.post("/chaos?role=engine")).raise_for_status()
+
+
 async def test_streams_of_a_killed_front_are_taken_up(application):
     """Clients send their requests again with the id of the last event, and miss no token of the first answer."""
     streams = [ResumedStream(application.url, i) for i in range(NUM_STREAMS)]

@@ -156,6 +156,14 @@ async def test_call_waits_while_no_engine_takes_it():
     assert (await call)["usage"]["completion_tokens"]
 
 
+async def test_dead_caller_does_not_wait_for_an_engine(monkeypatch):
+    monkeypatch.setattr(callers, "_POLL_S", 0.01)
+    monkeypatch.setattr(callers, "_dead", list)
+    handle = Handle(FakeEngine(reason="The engine is restarting."))
+    with pytest.raises(CallError, match=r"The caller of this request has ended\."):
+        await whole(handle.chat, chat(), ("node", "a"))
+
+
 async def test_leaving_front_refuses_calls():
     handle = Handle(FakeEngine(reason="The server is stopping."))
     handle._is_leaving = True
@@ -184,6 +192,7 @@ async def test_dead_caller_aborts_its_request(monkeypatch, stream):
     calls = [asyncio.create_task(run(handle.chat, chat(stream=stream), ("node", name))) for name in "ab"]
     while engine.num_running < 2:
         await asyncio.sleep(0.01)
+    assert handle._turns.num_streams <= (2 if stream else 0)
     dead.append(("node", "a"))
     while engine.num_running > 1:
         await asyncio.sleep(0.01)
@@ -191,6 +200,7 @@ async def test_dead_caller_aborts_its_request(monkeypatch, stream):
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+    assert handle._turns.num_streams == 0
 
 
 def test_call_outside_of_serve_is_not_streamed():
