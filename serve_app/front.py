@@ -24,6 +24,7 @@ from actors.ray.deployments import check_options, one_sentence, refused_option, 
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
+from actors.ray.placement import described
 from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
@@ -39,7 +40,7 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.application import build_http_app
-from serve_app.handle import HandleCalls, encoded
+from serve_app.handle import HandleCalls, Turns, encoded
 from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
@@ -80,10 +81,10 @@ class Front(HandleCalls):
         settings.check_extras()
         self._settings = settings
         self._groups: dict[str, EngineGroup] = {}
-        sleepers = {model.names[0]: model for model in models if model.scaling.sleeps}
+        by_name = {model.names[0]: model for model in models}
 
         async def is_short(name: str) -> bool:
-            model = sleepers[name]
+            model = by_name[name]
             return await lacks_resources(replicas_of(app_name, model.deployment), [*model.bundles])
 
         sleeping: dict[str, EngineGroup] = {}
@@ -91,11 +92,13 @@ class Front(HandleCalls):
         for model, handle in zip(models, engines, strict=True):
             name = model.names[0]
             wake = partial(_wake, handle, self._room, name)
-            zero = ScaleFromZero.of(model.config, wake, model.expected) if name in sleepers else None
+            zero = ScaleFromZero.of(model.config, wake, model.expected) if model.scaling.sleeps else None
             directory = RayDirectory(engines_of(app_name, model.config, model.deployment))
             self._groups[name] = EngineGroup(directory, zero, settings.routing_policy)
-            if name in sleepers:
+            if model.scaling.sleeps:
                 sleeping[name] = self._groups[name]
+            else:  # Serve may have started no engine; the first one reports why that cannot be
+                handle.wake.remote()
         grammars = GrammarCompiler()
         self._models = Models([self._service_of(model, grammars) for model in models])
         fronts = RayFronts()
@@ -111,7 +114,7 @@ class Front(HandleCalls):
         self._app = build_http_app(
             self._models, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
-        self._routes, self._callers = self._app.router, Callers()
+        self._routes, self._callers, self._turns = self._app.router, Callers(), Turns()
         self._start = asyncio.create_task(self._connect(models))
         if await has_healthy_engine(engines_of(app_name)):  # of any model
             await self._start
@@ -151,6 +154,9 @@ class Front(HandleCalls):
     async def _open(self, service: Service, model: ModelSettings) -> None:
         """Serve a model from now on. The first one, and each that never sleeps, has its engine then."""
         config, group = model.config, self._groups[service.model]
+        if not model.scaling.sleeps:
+            watch = self._room.watch(service.model, group, described(model.bundles))
+            in_background(asyncio.create_task(watch), "the wait for a machine")
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(
             load_tokenizer,
@@ -216,9 +222,10 @@ class Front(HandleCalls):
             return self._models.prepare(endpoint, endpoint.read(content))
 
         prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
-        leaving = UntilClientLeaves(partial(self.leaves, call.caller), _discard)
-        async with leaving, aclosing(self._models.run(prepared)) as deltas:
+        leaving, last = UntilClientLeaves(partial(self.leaves, call.caller), _discard), 0.0
+        async with leaving, self._turns.stream(), aclosing(self._models.run(prepared)) as deltas:
             async for new in deltas:
+                last = await self._turns.wait(last)
                 for delta in new:
                     yield {
                         "index": delta.index,

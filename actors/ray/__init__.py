@@ -36,7 +36,8 @@ HAProxy 2.8. For another version, check each row, run tests/processes, and list 
     process.reported_fault                  the names of worker logs, worker-*.err
     private.replicas_of                     Serve's names of replicas and of their placement groups, which end in the id
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
-    caller_router.CallerRouter              Router._choose_replica_for_request; that Serve pickles a request's metadata
+    caller_router                           Router._choose_replica_for_request; that Serve pickles the metadata of a
+                                            request; that the name of a router is no proof of its class
     callers.current_call                    the local variable request_metadata of Serve's frames below a method
     callers._dead                           the accessor of ray._private.state, and its record of a process
     serve_app/processes                     titles of Ray's processes, and the folder and names of their logs

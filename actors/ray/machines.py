@@ -46,7 +46,7 @@ def machines_of(nodes: list[dict[str, Any]]) -> Machines:
     Others may join if there are several, if the only one computes nothing, or if a cluster manager has started it."""
     alive = [node for node in nodes if node["Alive"]]
     found = {n["NodeID"]: n["Resources"] for n in alive if n["Resources"].get("CPU") or n["Resources"].get("GPU")}
-    managed = any(node.get("Labels", {}).get(_NODE_GROUP) for node in alive)
+    managed = any((node.get("Labels") or {}).get(_NODE_GROUP) for node in alive)
     return Machines(found, can_grow=len(alive) > 1 or not found or managed)
 
 

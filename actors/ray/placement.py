@@ -90,10 +90,24 @@ def bundles(
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
 
 
+def total(wanted: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the resources of all bundles together."""
+    found: dict[str, float] = {}
+    for bundle in wanted:
+        for name, amount in bundle.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def described(wanted: Iterable[Mapping[str, float]]) -> str:
+    """Return the resources of all bundles in words."""
+    needed = total(wanted).items()  # an accelerator type's amount is a tiny share
+    return ", ".join(f"{amount:g} {name} free" if amount >= SUPERVISOR_CPUS else name for name, amount in needed)
+
+
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:
     """True if one of `nodes`, given by free resources, has room for all bundles of another replica."""
-    names = {name for bundle in wanted for name in bundle}
-    needed = {name: sum(bundle.get(name, 0.0) for bundle in wanted) for name in names}
+    needed = total(wanted)
     return any(all(free.get(name, 0.0) >= amount for name, amount in needed.items()) for free in nodes)
 
 

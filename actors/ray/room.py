@@ -10,9 +10,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import ray
+from ray.exceptions import RayError
 
 from actors.ray.placement import has_room
 from actors.ray.private import free_resources
@@ -21,6 +23,7 @@ from actors.wire.engine_client import Idleness
 logger = logging.getLogger("ray.serve")
 
 _POLL_S = 0.5  # between two looks at Ray's accounts
+_WATCH_S = 2.0  # between two looks for a model without engines
 _IDLE_S = 1.0  # an engine that has just started gets its first request within this
 
 
@@ -75,6 +78,16 @@ class Room:
                 ending = await self._end_another(model)
         finally:
             self.waits.pop(model, None)
+
+    async def watch(self, model: str, engines: Sleeper, needs: str) -> None:
+        """Note while Ray lacks `needs` for the first engine of `model`. Runs until it is cancelled."""
+        while True:
+            with suppress(RayError):  # the head is away
+                if not engines.engines() and await self._is_short(model):
+                    self._note(model, f"waits for a machine with {needs}")
+                else:
+                    self.waits.pop(model, None)
+            await asyncio.sleep(_WATCH_S)
 
     async def _end_another(self, model: str) -> str | None:
         """Let another model end and return its name; None if all are busy."""

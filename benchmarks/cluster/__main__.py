@@ -9,7 +9,7 @@ one. Only a kernel with user namespaces is needed. `head-killed` also needs a re
 All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
 that Serve still replaces it (`front_back_s`, until a request is answered). `pod-ended` runs the hook of
 docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. `late-nodes`, in a cluster
-of its own, begins with a head alone (late_nodes.py).
+of its own, begins with a head alone, and `node-returns` follows there (late_nodes.py).
 
 Clients read streams one after another, and also send short requests, over connections of their own. Each answer is
 compared with an undisturbed cluster's. A JSON line a case.
@@ -36,7 +36,7 @@ from benchmarks.cluster.machines import Cluster
 from benchmarks.cluster.network import alone, make_bridge, refusal
 
 _CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut", "pod-ended"
-_LATE = "late-nodes"  # another cluster, so it runs alone
+_LATE = "late-nodes", "node-returns"  # in this order, in another cluster
 _OF_HEAD = "head-cut", "head-killed"
 _DEADLINE_S = 40  # of a pod's hook; without room elsewhere, Serve ends replicas drain_timeout_s and 2 s before
 _BEFORE_S = 1.0  # under load before a disturbance
@@ -45,8 +45,9 @@ _BEFORE_S = 1.0  # under load before a disturbance
 async def _run(args: argparse.Namespace, folder: str) -> None:
     settings = dict(setting.split("=", 1) for setting in args.set)
     is_apart = any(case in _OF_HEAD for case in args.cases)
-    if args.cases == [_LATE]:
-        await run_late_nodes(Cluster(folder, settings, has_head_apart=True, has_redis=False), args.model, args.seconds)
+    if _LATE[0] in args.cases:
+        cluster = Cluster(folder, settings, has_head_apart=True, has_redis=False)
+        await run_late_nodes(cluster, args.model, args.seconds, returns=_LATE[1] in args.cases)
         return
     cluster = Cluster(
         folder,
@@ -92,12 +93,12 @@ def main() -> None:
     parser.add_argument("--model", help="a model's file or folder; default: a tiny one of random weights")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each disturbance lasts")
     parser.add_argument("--after", type=float, default=10.0, help="seconds for which clients come after its end")
-    parser.add_argument("--cases", nargs="*", choices=(*_CASES, _LATE), default=_CASES, help="in their order")
+    parser.add_argument("--cases", nargs="*", choices=(*_CASES, *_LATE), default=_CASES, help="in their order")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of Ray on all machines")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if _LATE in args.cases and len(args.cases) > 1:
-        sys.exit(f"{_LATE} needs another cluster than the other cases; name it alone.")
+    if set(args.cases) & set(_LATE) and tuple(args.cases) not in (_LATE, _LATE[:1]):
+        sys.exit("late-nodes needs another cluster; name it alone or before node-returns.")
     if args.inside:
         make_bridge()
         asyncio.run(_run(args, args.inside))

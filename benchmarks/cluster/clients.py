@@ -65,6 +65,11 @@ class Clients:
                     raise TimeoutError(f"{num_engines} engines were to be served within {timeout_s:g} s: {found}")
                 await asyncio.sleep(0.1)
 
+    async def ready(self, prefix: str) -> str:
+        """Return the answer of another application's /ready."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S) as client:
+            return (await client.get(f"{prefix}/ready")).text
+
     async def learn(self) -> None:
         """Learn the answers of an undisturbed server."""
         seen = Seen()

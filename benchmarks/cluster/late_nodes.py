@@ -1,7 +1,8 @@
 """Machines that join after the build of an application: `python -m benchmarks.cluster --cases late-nodes --seconds 30`.
 
 A head that computes nothing is alone when Serve gets two applications, one with device=auto and one with device=cuda.
-After `seconds` a machine with CPUs joins, then one with a declared GPU. The first one is killed, and started again.
+After `seconds` a machine with CPUs joins, then one with a declared GPU. The case `node-returns` kills the first one before
+that, and starts it again.
 Each line has the state of Serve, and the pending placement groups, which an autoscaler would start machines for.
 """
 
@@ -17,6 +18,7 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.machines import Cluster
 
 _CPUS = ["--num-cpus=4", "--num-gpus=0"]
+_GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
 _POLL_S = 1.0
 _TIMEOUT_S = 180.0
@@ -37,8 +39,8 @@ print("\\n" + json.dumps(found))
 """
 
 
-async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) -> None:
-    """Print a line for each phase."""
+async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *, returns: bool) -> None:
+    """Print a line for each phase. With `returns`, the first machine is lost and joins again."""
     cluster.start_head()
     auto = {"name": "auto", "route_prefix": "/", "args": cluster.args(model)}
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
@@ -46,21 +48,25 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float) ->
     await asyncio.sleep(seconds)
     _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
     clients = Clients(cluster.url)
-    for case, options in (("machine joins", _CPUS), ("machine returns", _CPUS)):
-        began = time.monotonic()
-        cluster.join(cluster.front, *options)
-        joined = time.monotonic()
-        await clients.wait_until_ready(1)
-        times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
-        await clients.learn()
-        _print(case, cluster, **times, sentences=cluster.logged(" runs on "))
-        if case == "machine joins":
-            cluster.join(cluster.other, *_GPU)
-            await _until(cluster, lambda found: {"CPU": 1.0, "GPU": 1.0} in chain(*found["created"]))
-            _print("declared GPU joins", cluster)
-            cluster.front.kill()
-            await _until(cluster, lambda found: found["nodes"] == 2)
-            _print("machine lost", cluster)
+    await _join_and_serve("machine joins", cluster, clients)
+    if returns:
+        cluster.front.kill()
+        await _until(cluster, lambda found: found["nodes"] == 1)
+        _print("machine lost", cluster)
+        await _join_and_serve("machine returns", cluster, clients)
+    cluster.join(cluster.other, *_GPU)
+    await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
+    _print("declared GPU joins", cluster)
+
+
+async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None:
+    began = time.monotonic()
+    cluster.join(cluster.front, *_CPUS)
+    joined = time.monotonic()
+    await clients.wait_until_ready(1)
+    times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
+    await clients.learn()
+    _print(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))
 
 
 async def _until(cluster: Cluster, holds: Any) -> None:
@@ -72,7 +78,8 @@ async def _until(cluster: Cluster, holds: Any) -> None:
 
 
 def _look(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(cluster.python(_LOOK).splitlines()[-1])
+    lines = cluster.python(_LOOK).splitlines()  # Ray's own lines among them
+    found: dict[str, Any] = json.loads(next(line for line in lines if line.startswith('{"applications"')))
     return found
 
 

@@ -107,7 +107,7 @@ class Cluster:
 
     def logged(self, pattern: str) -> list[str]:
         """Return the lines with this text in the logs of Serve on the head."""
-        logs = self.head.folder.glob("session_latest/logs/serve/*.log")
+        logs = self.head.folder.glob("ray/session_2*/logs/serve/*.log")
         return [line for path in logs for line in path.read_text().splitlines() if pattern in line]
 
     @property

@@ -200,4 +200,6 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, the head node's only own process",
+    "late node": "no stream exists before the first machine joins; `python -m benchmarks.cluster --cases late-nodes "
+    "node-returns` measures it, and a lost machine that returns ([cluster.md](cluster.md#machines-that-join-later))",
 }

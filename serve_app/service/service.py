@@ -137,7 +137,9 @@ class Service:
 
     def health(self) -> str | None:
         """Return a sentence with the reason if requests cannot be served now, else None."""
-        return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)
+        if (reason := self._client.health()) and (waits := self.sleep.waits()):
+            return f"{self.model} {waits}."
+        return reason or ("The server is loading the tokenizer." if self.loading else None)
 
     def abort(self, request_id: str, owner: str = "") -> None:
         """End a request of `owner` by the id of its answer or the client's own id; unknown ids are ignored."""

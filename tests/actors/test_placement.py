@@ -6,7 +6,7 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from actors.ray.machines import Machines, machines_of
-from actors.ray.placement import bundles, default_fronts, device_of, draft_options, has_room, runner_options
+from actors.ray.placement import bundles, default_fronts, described, device_of, draft_options, has_room, runner_options
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 
@@ -66,7 +66,7 @@ def test_too_few_gpus_are_reported_where_no_machine_may_join():
 
 
 @pytest.mark.parametrize("nodes", [[], [{"CPU": 8.0}], [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}]])
-def test_cuda_plans_gpus_from_the_settings_where_machines_may_join(nodes):
+def test_cuda_plans_gpus_where_machines_may_join(nodes):
     assert uses_gpu(EngineConfig(device="cuda", tensor_parallel_size=2), *nodes, can_grow=True)
 
 
@@ -75,13 +75,15 @@ def test_auto_without_a_gpu_names_the_settings_that_wait():
     assert (gpu, why) == (False, "no machine has 1 GPUs now; device=cuda or accelerator_type waits for them")
 
 
-def test_an_accelerator_type_counts_its_machines_and_is_in_each_runners_bundle():
+def test_an_accelerator_type_is_in_each_runners_bundle():
     config, kind = EngineConfig(device="cuda", tensor_parallel_size=2), "accelerator_type:H100"
     nodes = {"CPU": 8.0, "GPU": 8.0, "accelerator_type:A10G": 1.0}, {"CPU": 8.0, "GPU": 1.0, kind: 1.0}
     with pytest.raises(CallboardError, match=r"needs 2 H100 GPUs on one machine, but .* have 1 at most"):
         device_of(config, machines(*nodes), "H100")
     assert device_of(config, machines({"GPU": 2.0, kind: 1.0}), "H100").gpu
-    assert bundles(config, True, 0, "H100")[1:] == [{"CPU": 1.0, "GPU": 1.0, kind: 0.001}] * 2
+    wanted = bundles(config, True, 0, "H100")
+    assert wanted[1:] == [{"CPU": 1.0, "GPU": 1.0, kind: 0.001}] * 2
+    assert described(wanted) == f"2.5 CPU free, 2 GPU free, {kind}"
 
 
 def node(name: str, alive: bool = True, group: str = "", **resources: float) -> dict[str, Any]:

@@ -135,3 +135,16 @@ async def test_models_in_turn_swap_each_time():
         await asyncio.wait_for(machine.wake(name), 60)
     assert all(one != other for one, other in pairwise(machine.ended))
     assert set(machine.awake) == {"b"}
+
+
+async def test_a_model_names_the_resources_that_ray_lacks(monkeypatch):
+    monkeypatch.setattr(room, "_WATCH_S", 0.001)
+    machine = Machine(0, a=1)
+    machine.pending.add("a")
+    watching = asyncio.create_task(machine.room.watch("a", Engines(machine, "a"), "1.5 CPU free, 1 GPU free"))
+    while machine.room.wait_of("a") != "waits for a machine with 1.5 CPU free, 1 GPU free":
+        await asyncio.sleep(0)
+    machine.free = 1
+    while machine.room.wait_of("a"):
+        await asyncio.sleep(0)
+    watching.cancel()
