@@ -48,6 +48,7 @@ class Supervisor:
         self._config, self._name, self._group, self._gpu = config, name, group, gpu
         self.failed: str | None = None  # why starts have failed for good; None while they succeed
         self.num_restarts = 0
+        self._engine: Any = None  # until the first start
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises CallboardError if its model cannot be loaded."""
@@ -59,6 +60,8 @@ class Supervisor:
         """Drain the engine: it takes no new requests. Wait until its requests end, at most `timeout_s`.
 
         During a model swap the old engine serves until its fronts disconnect, at most half of `timeout_s`."""
+        if self._engine is None:
+            return
         with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
             async with asyncio.timeout(timeout_s):
                 end = time.monotonic() + timeout_s / 2
