@@ -1,8 +1,8 @@
 """Machines that join after the build of an application: `python -m benchmarks.cluster --cases late-nodes --seconds 30`.
 
 A head that computes nothing is alone when Serve gets two applications, one with device=auto and one with device=cuda.
-After `seconds` a machine with CPUs joins, then one with a declared GPU. The case `node-returns` kills the first one before
-that, and starts it again.
+After `seconds` a machine with CPUs joins, then one with a declared GPU. Between both, the case `node-returns` kills the
+first one, and starts it again.
 Each line has the state of Serve, and the pending placement groups, which an autoscaler would start machines for.
 """
 
@@ -21,7 +21,7 @@ _CPUS = ["--num-cpus=4", "--num-gpus=0"]
 _GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
 _POLL_S = 1.0
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 600.0
 _LOOK = """
 import json, sys
 import ray
@@ -63,7 +63,7 @@ async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None
     began = time.monotonic()
     cluster.join(cluster.front, *_CPUS)
     joined = time.monotonic()
-    await clients.wait_until_ready(1)
+    await clients.wait_until_ready(1, _TIMEOUT_S)
     times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
     await clients.learn()
     _print(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))

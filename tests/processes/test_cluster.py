@@ -20,7 +20,7 @@ def lines_of(*arguments: str) -> list[dict[str, Any]]:
     if why := refusal():
         pytest.skip(why)
     command = [sys.executable, "-m", "benchmarks.cluster", "--cases", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     print(done.stdout)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
