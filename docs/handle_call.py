@@ -30,9 +30,10 @@ def main() -> None:
     name = next(name for name, application in applications if {"Front", "Engine"} <= application.deployments.keys())
     handle = serve.get_app_handle(name).options(stream=True)
     prompt = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0}
-    for delta in handle.generate.remote(body):
-        print(delta["text"], end="", flush=True)
+    messages = [{"role": "user", "content": prompt}]
+    body = {"messages": messages, "max_tokens": 64, "temperature": 0, "stream": True}
+    for chunk in handle.chat.remote(body):
+        print(chunk["choices"][0]["delta"].get("content") or "", end="", flush=True)
     print()
 
 

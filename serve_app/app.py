@@ -11,10 +11,9 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.ray.caller_router import CallerRouter
+from actors.ray.caller_router import router_config
 from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
 from actors.ray.machines import Machines, machines_now, wait_for_machine
@@ -109,7 +108,7 @@ def application_of(
         [{"CPU": FRONT_CPUS}],
         num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
-        request_router_config=RequestRouterConfig(request_router_class=CallerRouter),  # type: ignore[arg-type]
+        request_router_config=router_config(),
         # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )

@@ -40,7 +40,7 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.application import build_http_app
-from serve_app.handle import HandleCalls, encoded
+from serve_app.handle import HandleCalls, Turns, encoded
 from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
@@ -97,6 +97,8 @@ class Front(HandleCalls):
             self._groups[name] = EngineGroup(directory, zero, settings.routing_policy)
             if model.scaling.sleeps:
                 sleeping[name] = self._groups[name]
+            else:  # Serve may have started no engine; the first one reports why that cannot be
+                handle.wake.remote()
         grammars = GrammarCompiler()
         self._models = Models([self._service_of(model, grammars) for model in models])
         fronts = RayFronts()
@@ -112,7 +114,7 @@ class Front(HandleCalls):
         self._app = build_http_app(
             self._models, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
-        self._routes, self._callers = self._app.router, Callers()
+        self._routes, self._callers, self._turns = self._app.router, Callers(), Turns()
         self._start = asyncio.create_task(self._connect(models))
         if await has_healthy_engine(engines_of(app_name)):  # of any model
             await self._start
@@ -220,9 +222,10 @@ class Front(HandleCalls):
             return self._models.prepare(endpoint, endpoint.read(content))
 
         prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
-        leaving = UntilClientLeaves(partial(self.leaves, call.caller), _discard)
-        async with leaving, aclosing(self._models.run(prepared)) as deltas:
+        leaving, last = UntilClientLeaves(partial(self.leaves, call.caller), _discard), 0.0
+        async with leaving, self._turns.stream(), aclosing(self._models.run(prepared)) as deltas:
             async for new in deltas:
+                last = await self._turns.wait(last)
                 for delta in new:
                     yield {
                         "index": delta.index,

@@ -4,6 +4,7 @@
     pytest --share 2/4     also the second quarter of the thorough tests; CI runs one
     pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
+    python -m tests.selection   prints the tests that CI also runs with the oldest version of Ray
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
 fixtures, so they stay on one worker. So do all tests that start Ray, and all tests that start other processes. Two
@@ -26,6 +27,15 @@ RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
 RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
 # The order of a session: quick tests first, then the tests that take one worker longest.
 ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
+# What depends on the version of Ray: its private parts, a start, requests, deaths, scaling and a stop.
+OLDEST_RAY = (
+    "tests/actors/test_private_ray.py",
+    "tests/actors/test_fork_server.py::test_worker_modules_are_safe_to_fork",
+    "tests/processes/test_actors.py",
+    "tests/processes/test_scaling.py",
+    "tests/processes/test_serve.py",
+    "tests/processes/test_start_and_stop.py::test_a_server_from_start_to_stop",
+)
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
@@ -184,3 +194,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if left := config.stash.get(_LEFT, None):
         parts = [f"{number} of {name} ({LEFT_OUT[name]})" for name, number in left.items()]
         terminalreporter.write_line(f"Left out: {', '.join(parts)}. `pytest --all` runs everything.")
+
+
+if __name__ == "__main__":
+    print(*OLDEST_RAY)

@@ -159,6 +159,8 @@ class EngineWeights:
                 self._discard(call, answer)
             case Rename():
                 self._rename(call, answer)
+            case _:
+                raise WeightsRefused(f"{call!r} is not a call about weights.", "bad_request")
 
     @property
     def has_pending(self) -> bool:

@@ -10,10 +10,11 @@
     environment        variables that Ray reads at its start
     haproxy            adapts the configuration that Serve writes for HAProxy
     fork_server        forks Ray's workers from one process that has imported their modules
+    private            private parts of Ray and Serve for our processes, with the missing ones of each version
     process            settings of processes, reports of faults, and the base of actors that load a model
 
 A new version of Ray can break the code below without an error at import. The list was checked with Ray 2.60.0 and
-HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, then run tests/processes.
+HAProxy 2.8. For another version, check each row, run tests/processes, and list its missing parts in `private`.
 
     code                                    depends on
     --------------------------------------  ----------------------------------------------------------------------------
@@ -30,19 +31,14 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     fork_server._with_ports                 the files by which a raylet learns its agents' ports, and their options
     fork_server._suits, settings            RAY_JOB_ID and RAY_RAYLET_PID, copied when Ray's library is loaded; the
                                             number of a cluster's first job
-    fork_server._serve                      ray.actor.ActorClassID, drawn for each class with actors at import
     process.listen_on_loopback              grpc.aio._server.Server.add_insecure_port, which Serve's replicas call
     process.ignore_logging_errors           that Serve writes a replica's stderr to its log
     process.reported_fault                  the names of worker logs, worker-*.err
-    names.living_actors                     Serve's names of replica actors, which end in the replica's id
+    private.replicas_of                     Serve's names of replicas and of their placement groups, which end in the id
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
-    serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
-                                            ray.serve._private that workers import
-    placement.free_resources                ray._private.state.available_resources_per_node
-    caller_router.CallerRouter              Router._choose_replica_for_request; that Serve pickles a request's metadata
+    caller_router                           Router._choose_replica_for_request; that Serve pickles the metadata of a
+                                            request; that the name of a router is no proof of its class
     callers.current_call                    the local variable request_metadata of Serve's frames below a method
     callers._dead                           the accessor of ray._private.state, and its record of a process
-    room.lacks_resources                    that Serve names a replica's placement group as the replica
-    names.default_weight_store              ray._private.worker._global_node
     serve_app/processes                     titles of Ray's processes, and the folder and names of their logs
 """

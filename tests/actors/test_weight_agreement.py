@@ -43,7 +43,7 @@ async def test_a_refused_start_opens_no_update():
             await group.weights(Start())
         assert refusal.value.code == "busy"
         assert [each.updating for each in await infos(group)] == [True, False]
-        await ask(group, 0, ("finish", {}))  # the open update is still whole
+        await ask(group, 0, Finish())  # the open update is still whole
 
 
 async def test_a_part_that_an_engine_missed_fails_the_update():
@@ -68,7 +68,7 @@ async def test_updates_of_two_trainers_are_not_mixed():
 
 async def test_an_engine_that_missed_an_update_catches_up():
     async with Group(*engines()) as group:
-        await ask(group, 1, *OWN, ("finish", {}))
+        await ask(group, 1, *OWN, Finish())
         assert [(each.version, each.serial) for each in await infos(group)] == [("default", 0), ("1", 1)]
         assert {(each.version, each.serial) for each in await update(group)} == {("2", 2)}
 
@@ -76,7 +76,7 @@ async def test_an_engine_that_missed_an_update_catches_up():
 async def test_partial_updates_need_equal_weights():
     pair = engines()
     async with Group(*pair) as group:
-        await ask(group, 1, *OWN, ("finish", {}))
+        await ask(group, 1, *OWN, Finish())
         for engine in pair:
             engine.runners[-1].weights_check = lambda: False
         with pytest.raises(WeightsRefused, match="all tensors"):

@@ -202,6 +202,37 @@ def test_a_replay_gets_the_same_tokens(url, capsys):
         assert replay(answer["id"], url, None, None) == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("by_reference", [True, False])  # Serve's default transport, and that of FAST_SERVE
+async def test_handle_ends_with_its_caller(url, by_reference):
+    import ray
+    from ray import serve
+
+    @ray.remote(num_cpus=0)
+    class Caller:
+        """Gets a whole answer, and the first chunk of an endless one."""
+
+        def call(self) -> tuple[dict, dict]:
+            handle = serve.get_app_handle("callboard").options(_by_reference=by_reference)
+            body = {"prompt": "Once", "ignore_eos": True}
+            whole = handle.completions.remote({**body, "max_tokens": 8}).result()
+            endless = {**body, "max_tokens": 16_000}
+            self.answers = [handle.completions.remote(endless), handle.options(stream=True).generate.remote(endless)]
+            self.answers.append(handle.options(stream=True).completions.remote({**endless, "stream": True}))
+            return whole, next(iter(self.answers[-1]))
+
+    caller = Caller.remote()
+    whole, chunk = await caller.call.remote()
+    assert whole["usage"]["completion_tokens"] == 8
+    assert chunk["choices"][0]["text"]
+    while (await asyncio.to_thread(stats))["running"] < 3:
+        await asyncio.sleep(0.02)
+    ray.kill(caller)
+    end = time.monotonic() + 10.0
+    while (await asyncio.to_thread(stats))["running"]:
+        assert time.monotonic() < end, "the requests of a dead caller run on"
+        await asyncio.sleep(0.1)
+
+
 async def test_deleting_the_application_lets_streams_finish(url):
     """As a redeployment does with the old replicas. The last test: the application is gone after it."""
     from ray import serve

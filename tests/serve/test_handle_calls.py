@@ -15,7 +15,7 @@ from actors.ray import callers
 from actors.ray.callers import Callers, current_call
 from runtime.spec.pooling import Pooling
 from serve_app.application import build_http_app
-from serve_app.handle import CallError, HandleCalls
+from serve_app.handle import CallError, HandleCalls, Turns
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
@@ -29,7 +29,7 @@ class Handle(HandleCalls):
 
     def __init__(self, engine: FakeEngine) -> None:
         self._routes = build_http_app(Service(engine, byte_tokenizer(), MODEL)).router
-        self._callers = Callers()
+        self._callers, self._turns = Callers(), Turns()
 
 
 async def whole(method, body, caller=None):

@@ -111,6 +111,8 @@ def test_the_doctor_reports_every_check_and_fix():
 def test_the_doctors_limits():
     assert doctor.python_version((3, 10, 1)).level == "fail"
     assert doctor.package_version("no-such-package").fix == "pip install no-such-package"
+    assert doctor.ray_version(doctor.Finding("ok", "ray", "2.60.0")).level == "ok"
+    assert "lacks max_surge_percent" in doctor.ray_version(doctor.Finding("ok", "ray", "2.56.1")).value
     assert doctor.shared_memory(64 << 20).level == "fail"
     assert "--shm-size" in doctor.shared_memory(64 << 20).fix
     assert doctor.open_files(1024, 1 << 20).fix.endswith("ulimit -n 65536")
