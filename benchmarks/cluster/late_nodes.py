@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.cluster.machines import Cluster
 _CPUS = ["--num-cpus=4", "--num-gpus=0"]
 _GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
+_WAITS = "waits for the first machine"  # in a build's log
 _POLL_S = 1.0
 _TIMEOUT_S = 600.0
 _LOOK = """
@@ -46,17 +48,17 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *,
     cuda = {"name": "cuda", "route_prefix": "/cuda", "args": cluster.args(model, device="cuda")}
     cluster.deploy("EveryNode", auto, cuda)
     await asyncio.sleep(seconds)
-    _print("head alone", cluster, sentences=cluster.logged("waits for the first machine"))
+    found = await _until(cluster, lambda found: found["pending"] and cluster.logged(_WAITS))
+    _print("head alone", found, sentences=cluster.logged(_WAITS))
     clients = Clients(cluster.url)
     await _join_and_serve("machine joins", cluster, clients)
     if returns:
         cluster.front.kill()
-        await _until(cluster, lambda found: found["nodes"] == 1)
-        _print("machine lost", cluster)
+        _print("machine lost", await _until(cluster, lambda found: found["nodes"] == 1))
         await _join_and_serve("machine returns", cluster, clients)
     cluster.join(cluster.other, *_GPU)
-    await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
-    _print("declared GPU joins", cluster)
+    found = await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
+    _print("declared GPU joins", found)
 
 
 async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None:
@@ -65,16 +67,19 @@ async def _join_and_serve(case: str, cluster: Cluster, clients: Clients) -> None
     joined = time.monotonic()
     await clients.wait_until_ready(1, _TIMEOUT_S)
     times = {"joined_s": round(joined - began, 1), "served_s": round(time.monotonic() - joined, 1)}
-    await clients.learn()
-    _print(case, cluster, **times, sentences=cluster.logged(" runs on "), ready=await clients.ready("/cuda"))
+    ready = await clients.phase("/cuda", "waits for a machine", _TIMEOUT_S)
+    found = await _until(cluster, lambda found: found["applications"]["auto"]["status"] == "RUNNING")
+    _print(case, found, **times, sentences=cluster.logged(" runs on "), ready=ready)
 
 
-async def _until(cluster: Cluster, holds: Any) -> None:
+async def _until(cluster: Cluster, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Return the first state of Serve and Ray that `holds`."""
     end = time.monotonic() + _TIMEOUT_S
-    while not holds(_look(cluster)):
+    while not holds(found := _look(cluster)):
         if time.monotonic() > end:
-            raise TimeoutError(json.dumps(_look(cluster)))
+            raise TimeoutError(json.dumps(found))
         await asyncio.sleep(_POLL_S)
+    return found
 
 
 def _look(cluster: Cluster) -> dict[str, Any]:
@@ -83,5 +88,5 @@ def _look(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def _print(case: str, cluster: Cluster, **more: object) -> None:
-    print(json.dumps({"case": case, **_look(cluster), **more}), flush=True)
+def _print(case: str, found: dict[str, Any], **more: object) -> None:
+    print(json.dumps({"case": case, **found, **more}), flush=True)

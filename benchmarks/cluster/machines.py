@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,7 +91,7 @@ class Cluster:
         own = {"model": path, "served_model_name": "model", "deterministic": True, "num_threads": 1}
         return {**own, "kv_cache_memory": 0.1, **settings}
 
-    def deploy(self, proxy_location: str, *applications: dict[str, object]) -> None:
+    def deploy(self, proxy_location: str, *applications: Mapping[str, object]) -> None:
         """Returns when Serve has accepted the applications."""
         config = {
             "proxy_location": proxy_location,
