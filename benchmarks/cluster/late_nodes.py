@@ -57,7 +57,7 @@ async def run_late_nodes(cluster: Cluster, model: str | None, seconds: float, *,
         _print("machine lost", await _until(cluster, lambda found: found["nodes"] == 1))
         await _join_and_serve("machine returns", cluster, clients)
     cluster.join(cluster.other, *_GPU)
-    found = await _until(cluster, lambda found: _GPU_BUNDLE in chain(*found["created"]))
+    found = await _until(cluster, lambda found: _GPU_BUNDLE not in chain(*found["pending"]))
     _print("declared GPU joins", found)
 
 
