@@ -65,10 +65,15 @@ class Clients:
                     raise TimeoutError(f"{num_engines} engines were to be served within {timeout_s:g} s: {found}")
                 await asyncio.sleep(0.1)
 
-    async def ready(self, prefix: str) -> str:
-        """Return the answer of another application's /ready."""
+    async def phase(self, prefix: str, text: str, timeout_s: float) -> str:
+        """Wait until another application's /ready has `text`, and return the answer."""
+        end = time.monotonic() + timeout_s
         async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S) as client:
-            return (await client.get(f"{prefix}/ready")).text
+            while text not in (answer := (await client.get(f"{prefix}/ready")).text):
+                if time.monotonic() > end:
+                    raise TimeoutError(answer)
+                await asyncio.sleep(0.5)
+        return answer
 
     async def learn(self) -> None:
         """Learn the answers of an undisturbed server."""

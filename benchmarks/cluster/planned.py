@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.clients import Clients
-from benchmarks.cluster.late_nodes import print_state, until
+from benchmarks.cluster.late_nodes import look, print_state, until
 from benchmarks.cluster.machines import FRONT, Cluster
 
 _BEFORE_S = 1.0  # under load before a change
@@ -100,15 +100,15 @@ async def autoscaled(cluster: Cluster, model: str | None, seconds: float) -> Non
     for phase in ("first", "again"):
         await clients.seconds_until_answered(600)
         answered_s = round(time.monotonic() - began, 1)
-        print_state(f"autoscaled: {phase} request", cluster, answered_s=answered_s)
+        print_state(f"autoscaled: {phase} request", look(cluster), answered_s=answered_s)
         await clients.learn()
         async with clients.load() as seen:
             await until(cluster, lambda found: found["nodes"] >= 3)
         out_s = round(time.monotonic() - began - answered_s, 1)
-        print_state(f"autoscaled: {phase} load", cluster, out_s=out_s, **seen.report())
+        print_state(f"autoscaled: {phase} load", look(cluster), out_s=out_s, **seen.report())
         began = time.monotonic()
         await until(cluster, lambda found: found["nodes"] == 1)
-        print_state(f"autoscaled: {phase} idle", cluster, in_s=round(time.monotonic() - began, 1))
+        print_state(f"autoscaled: {phase} idle", look(cluster), in_s=round(time.monotonic() - began, 1))
         began = time.monotonic()
 
 
@@ -131,7 +131,9 @@ async def environment(cluster: Cluster, model: str | None, seconds: float) -> No
     await clients.wait_until_ready(1)
     served_s = round(time.monotonic() - began, 1)
     await clients.learn()
-    print_state("environment", cluster, served_s=served_s, actors=cluster.environments(("OWN_WORD", "VIRTUAL_ENV")))
+    print_state(
+        "environment", look(cluster), served_s=served_s, actors=cluster.environments(("OWN_WORD", "VIRTUAL_ENV"))
+    )
 
 
 CASES = {

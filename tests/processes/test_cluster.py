@@ -20,7 +20,7 @@ def lines_of(*arguments: str) -> list[dict[str, Any]]:
     if why := refusal():
         pytest.skip(why)
     command = [sys.executable, "-m", "benchmarks.cluster", "--cases", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     print(done.stdout)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -45,4 +45,4 @@ def test_an_application_waits_for_machines_that_join_later():
     assert joined["applications"]["auto"]["status"] == "RUNNING"
     assert joined["pending"] == [[{"CPU": 0.5}, gpu]]
     assert "waits for a machine with 1.5 CPU free, 1 GPU free" in joined["ready"]
-    assert [{"CPU": 0.5}, gpu] in declared["created"]
+    assert declared["pending"] == []
