@@ -4,6 +4,7 @@
     directory          the engines of an application, from Ray's list of actors
     machines           the cluster's machines at the build of an application, and whether others may join
     placement          bundles, CPUs, GPUs and memory of an engine's actors
+    deployments        versions and options of Serve's deployments
     room               ends idle engines while another model lacks resources
     caller_router      names the process that calls a handle, in each call
     callers            how a handle was called, and whether its caller lives
@@ -34,6 +35,10 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     process.listen_on_loopback              grpc.aio._server.Server.add_insecure_port, which Serve's replicas call
     process.ignore_logging_errors           that Serve writes a replica's stderr to its log
     process.reported_fault                  the names of worker logs, worker-*.err
+    deployments.with_version                that DeploymentConfig.to_proto gives Serve's controller a deployment's version
+    deployments.refused_option              names of options in DeploymentConfig, and those that a user has set
+    deployments.report_own_requests         a constant of ray.serve._private.replica, read at a change in place
+    deployments.RUNNING_REQUESTS_KEY        that a replica's own figures replace Serve's count under this name
     names.living_actors                     Serve's names of replica actors, which end in the replica's id
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
     serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of

@@ -11,7 +11,6 @@ import httpx
 from tests.support.processes.ready import wait_for_model
 
 APP = "words"
-PREFIX = ""
 
 
 def deploy(model: Path, num_rows: int, **scaling: Any) -> None:
@@ -26,6 +25,7 @@ def deploy(model: Path, num_rows: int, **scaling: Any) -> None:
         "name": APP,
         "route_prefix": "/",
         "import_path": "serve_app.app:build_app",
+        "runtime_env": {"env_vars": {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}},  # until HAProxy knows
         "args": {"models": models, "num_fronts": 1, "drain_timeout_s": 600, **engine},
         "deployments": [{"name": "Engine-b", "autoscaling_config": scaling}] if scaling else [],
     }
@@ -65,7 +65,7 @@ async def keep_asking(url: str, answers: list[str]) -> None:
     body = {"model": "b", "prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=None) as http:
         while True:
-            answer = await http.post(f"{url}{PREFIX}/v1/completions", json=body)
+            answer = await http.post(f"{url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             answers.append(answer.json()["choices"][0]["text"])
 
@@ -75,7 +75,7 @@ async def test_a_change_replaces_only_what_uses_it(serve_url, tiny_path):
 
     deploy(tiny_path, 8)
     await until(is_running, "running")
-    await asyncio.to_thread(wait_for_model, serve_url + PREFIX, "b")
+    await asyncio.to_thread(wait_for_model, serve_url, "b")
     first = {name: replicas(name) for name in ("Engine", "Engine-b")}
     answers: list[str] = []
     clients = [asyncio.create_task(keep_asking(serve_url, answers)) for _ in range(3)]
