@@ -35,7 +35,7 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     process.listen_on_loopback              grpc.aio._server.Server.add_insecure_port, which Serve's replicas call
     process.ignore_logging_errors           that Serve writes a replica's stderr to its log
     process.reported_fault                  the names of worker logs, worker-*.err
-    deployments.with_version                that DeploymentConfig.to_proto gives Serve's controller a deployment's version
+    deployments.with_version                that the version in DeploymentConfig.to_proto reaches Serve
     deployments.refused_option              names of options in DeploymentConfig, and those that a user has set
     deployments.report_own_requests         a constant of ray.serve._private.replica, read at a change in place
     deployments.RUNNING_REQUESTS_KEY        that a replica's own figures replace Serve's count under this name
