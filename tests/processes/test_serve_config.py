@@ -48,6 +48,12 @@ def replicas(deployment: str) -> set[str]:
     return {name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#{deployment}#")}
 
 
+def num_replicas(deployment: str) -> int:
+    """Its replicas in any state; 0 while Serve applies a config."""
+    found = deployments().get(deployment)
+    return sum(found.replica_states.values()) if found else 0
+
+
 def is_running() -> bool:
     found = deployments()
     return bool(found) and all(one.status == "HEALTHY" for one in found.values())
@@ -93,8 +99,7 @@ async def test_a_change_replaces_only_what_uses_it(serve_url, tiny_path):
 
     scaling = {"max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0, "look_back_period_s": 1}
     deploy(tiny_path, 9, **scaling, metrics_interval_s=0.5)
-    states = lambda: deployments()["Engine-b"].replica_states  # noqa: E731
-    await until(lambda: sum(states().values()) == 2, "a second engine of b, for which Ray may lack room")
+    await until(lambda: num_replicas("Engine-b") == 2, "a second engine of b, for which Ray may lack room")
     await more_answers()
     assert first["Engine-b"] <= replicas("Engine-b")
     for client in clients:
