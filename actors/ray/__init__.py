@@ -4,6 +4,7 @@
     directory          the engines of an application, from Ray's list of actors
     machines           the cluster's machines at the build of an application, and whether others may join
     placement          bundles, CPUs, GPUs and memory of an engine's actors
+    deployments        versions and options of Serve's deployments
     room               ends idle engines while another model lacks resources
     caller_router      names the process that calls a handle, in each call
     callers            how a handle was called, and whether its caller lives
@@ -35,6 +36,10 @@ HAProxy 2.8. For another version, check each row, run tests/processes, and list 
     process.ignore_logging_errors           that Serve writes a replica's stderr to its log
     process.reported_fault                  the names of worker logs, worker-*.err
     private.replicas_of                     Serve's names of replicas and of their placement groups, which end in the id
+    deployments.with_version                that the version in DeploymentConfig.to_proto reaches Serve
+    deployments.refused_option              names of options in DeploymentConfig, and those that a user has set
+    deployments.report_own_requests         a constant of ray.serve._private.replica, read at a change in place
+    deployments.RUNNING_REQUESTS_KEY        that a replica's own figures replace Serve's count under this name
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
     caller_router                           Router._choose_replica_for_request; that Serve pickles the metadata of a
                                             request; that the name of a router is no proof of its class

@@ -11,7 +11,6 @@ import httpx
 from tests.support.processes.ready import wait_for_model
 
 APP = "words"
-PREFIX = ""
 
 
 def deploy(model: Path, num_rows: int, **scaling: Any) -> None:
@@ -26,6 +25,7 @@ def deploy(model: Path, num_rows: int, **scaling: Any) -> None:
         "name": APP,
         "route_prefix": "/",
         "import_path": "serve_app.app:build_app",
+        "runtime_env": {"env_vars": {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}},  # until HAProxy knows
         "args": {"models": models, "num_fronts": 1, "drain_timeout_s": 600, **engine},
         "deployments": [{"name": "Engine-b", "autoscaling_config": scaling}] if scaling else [],
     }
@@ -48,6 +48,12 @@ def replicas(deployment: str) -> set[str]:
     return {name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#{deployment}#")}
 
 
+def num_replicas(deployment: str) -> int:
+    """Its replicas in any state; 0 while Serve applies a config."""
+    found = deployments().get(deployment)
+    return sum(found.replica_states.values()) if found else 0
+
+
 def is_running() -> bool:
     found = deployments()
     return bool(found) and all(one.status == "HEALTHY" for one in found.values())
@@ -65,7 +71,7 @@ async def keep_asking(url: str, answers: list[str]) -> None:
     body = {"model": "b", "prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=None) as http:
         while True:
-            answer = await http.post(f"{url}{PREFIX}/v1/completions", json=body)
+            answer = await http.post(f"{url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             answers.append(answer.json()["choices"][0]["text"])
 
@@ -75,7 +81,7 @@ async def test_a_change_replaces_only_what_uses_it(serve_url, tiny_path):
 
     deploy(tiny_path, 8)
     await until(is_running, "running")
-    await asyncio.to_thread(wait_for_model, serve_url + PREFIX, "b")
+    await asyncio.to_thread(wait_for_model, serve_url, "b")
     first = {name: replicas(name) for name in ("Engine", "Engine-b")}
     answers: list[str] = []
     clients = [asyncio.create_task(keep_asking(serve_url, answers)) for _ in range(3)]
@@ -93,8 +99,7 @@ async def test_a_change_replaces_only_what_uses_it(serve_url, tiny_path):
 
     scaling = {"max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0, "look_back_period_s": 1}
     deploy(tiny_path, 9, **scaling, metrics_interval_s=0.5)
-    states = lambda: deployments()["Engine-b"].replica_states  # noqa: E731
-    await until(lambda: sum(states().values()) == 2, "a second engine of b, for which Ray may lack room")
+    await until(lambda: num_replicas("Engine-b") == 2, "a second engine of b, for which Ray may lack room")
     await more_answers()
     assert first["Engine-b"] <= replicas("Engine-b")
     for client in clients:

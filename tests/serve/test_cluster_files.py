@@ -24,9 +24,9 @@ def check_serve_config(config: dict[str, Any]) -> None:
 
     for application in ServeDeploySchema.model_validate(config).applications:
         assert application.import_path == "callboard.app:build_app"
-        assert {deployment.name for deployment in application.deployments} <= {"Front", "Engine"}
         args = AppArgs.model_validate(application.args)
-        args.engine_config()
+        engines = {model.deployment for model in args.model_settings()}
+        assert {deployment.name for deployment in application.deployments} <= {"Front", *engines}
         args.http_settings()
 
 
