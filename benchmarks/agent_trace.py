@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 from benchmarks.library.measure import Engine, Results, engine_config, new_parser
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.types import Request, SamplingParams
 
 
 def main() -> None:

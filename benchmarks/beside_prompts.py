@@ -25,10 +25,10 @@ import torch
 from benchmarks.library.measure import Results, engine_config, new_parser
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.loading.resolve import resolve
 from runtime.policy import step_pacing
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 

@@ -17,8 +17,8 @@ import llguidance.gbnf_to_lark
 import numpy as np
 
 from benchmarks.library.measure import Results, new_parser, percentiles
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, GrammarSpec
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES, Vocabulary

@@ -31,6 +31,9 @@ from tqdm import tqdm
 from benchmarks.library.measure import Results, engine_config, new_parser
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
@@ -40,9 +43,6 @@ from runtime.models.decoder_build import build_decoder
 from runtime.models.weights import read_from
 from runtime.quant.encodings import ENCODINGS, Encoding
 from runtime.quant.weight_format import Weight
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.sources import CheckpointSource
 

@@ -39,8 +39,8 @@ from ray import serve  # isort: skip
 
 from actors.client import RolloutClient
 from actors.ray.names import NAMESPACE, engines_of, new_name
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.types import Request, SamplingParams
 
 LOADS = {"long": (384, 160), "short": (3072, 5)}  # requests, tokens of each
 PROMPT_LEN = 32

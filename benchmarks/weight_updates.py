@@ -35,9 +35,9 @@ import torch
 from benchmarks.library.measure import Results, engine_config, new_parser
 from benchmarks.library.models import CONFIGS
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.weight_parts import ArraysPart, FilesPart, WeightPart
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.spec.config import EngineConfig
-from runtime.spec.weight_parts import ArraysPart, FilesPart, WeightPart
 from runtime.updates.sending import NcclSender, ipc_update_info, ipc_update_infos, nccl_update_info
 from runtime.updates.update_info import group_of_init_info, part_of_json
 from runtime.worker.sources import CheckpointSource

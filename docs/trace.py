@@ -7,8 +7,8 @@ python docs/trace.py MODEL "a prompt" 6             # at most 6 tokens
 import sys
 
 from callboard import LLM, SamplingParams
+from runtime.base.config import DEFAULT_MODEL
 from runtime.core.plan import StepPlan, StepResult
-from runtime.spec.config import DEFAULT_MODEL
 
 
 def shown(plan: StepPlan) -> str:

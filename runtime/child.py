@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from runtime import start
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _T = TypeVar("_T")
 _NO_MEMORY = "took more memory than the limit"

@@ -11,6 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.rope_spec import RopeType
+from runtime.base.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.gguf import ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES
@@ -18,10 +22,6 @@ from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.rope_spec import RopeType
-from runtime.spec.types import CallboardError
 
 _GIB = 1 << 30
 _CONTEXT = 8192  # tokens in the KV cache, for the report of memory

@@ -7,6 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.shard import Shard
+from runtime.base.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
@@ -14,10 +18,6 @@ from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.shard import Shard
-from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.tool_calls import name_of

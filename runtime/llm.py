@@ -19,6 +19,17 @@ from typing import Any, TypeVar, cast
 from tqdm import tqdm
 
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.plain_values import integer, integers, is_integer
+from runtime.base.pooling import POOLED, required_pooling
+from runtime.base.types import (
+    CallboardError,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from runtime.core.executor import InProcess
 from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
@@ -33,17 +44,6 @@ from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from runtime.spec.plain_values import integer, integers, is_integer
-from runtime.spec.pooling import POOLED, required_pooling
-from runtime.spec.types import (
-    CallboardError,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
 from runtime.speculation.draft import LocalWire
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError

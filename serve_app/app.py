@@ -27,9 +27,9 @@ from actors.ray.placement import (
 )
 from actors.ray.private import deployment as serve_deployment
 from actors.ray.private import free_resources
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError
 from runtime.inspection import check_model
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError
 from serve_app.app_args import AppArgs
 from serve_app.build_errors import build_errors
 from serve_app.front import Front

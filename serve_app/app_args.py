@@ -16,8 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from serve_app.build_errors import build_errors
 from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 

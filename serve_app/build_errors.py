@@ -9,8 +9,8 @@ import click
 from pydantic import ValidationError
 from ray.serve.exceptions import RayServeException
 
+from runtime.base.types import CallboardError
 from runtime.output.fields import fault_of, path_of
-from runtime.spec.types import CallboardError
 
 
 class BuildError(CallboardError, RayServeException):

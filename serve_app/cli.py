@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     """Run a command and return its exit code; each error is one sentence on stderr."""
-    from runtime.spec.types import CallboardError
+    from runtime.base.types import CallboardError
     from serve_app.command_line.parser import UsageError
 
     commands = parser()

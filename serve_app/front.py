@@ -29,8 +29,8 @@ from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
-from runtime.spec.types import CallboardError
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults

@@ -22,8 +22,8 @@ from actors.ray.deployments import (
 )
 from actors.ray.names import engines_of
 from actors.ray.process import ignore_logging_errors
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from serve_app.settings import ScalingSettings
 
 _REPORTS_S = 1.0  # between two reports of an engine to the scaling policy

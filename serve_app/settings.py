@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from runtime.spec.config import EngineConfig, ModelInfo, check_settings, names_of, setting
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig, ModelInfo, check_settings, names_of, setting
+from runtime.base.types import CallboardError
 from serve_app.durations import Duration
 
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import settings
 
 from actors.ray.environment import single_machine
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
-from runtime.spec.types import CallboardError
 from runtime.structured.compiler import GrammarCompiler
 from tests.support.models import tiny_gguf
 

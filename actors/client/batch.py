@@ -21,8 +21,8 @@ from typing import Generic, NamedTuple, TypeVar
 from actors.client.engines import RolloutGroup
 from actors.client.loop_thread import LoopThread
 from actors.wire.engine_client import EngineRefusal, Refusal
-from runtime.spec.plain_values import integer
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.base.plain_values import integer
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # before a refused request is sent again
 _GIVE_UP_S = 600.0  # of refusals with nothing in flight, before a refused request fails

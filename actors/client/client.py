@@ -35,10 +35,10 @@ from actors.wire.weight_calls import (
     Start,
     WeightCall,
 )
+from runtime.base.config import ModelInfo
+from runtime.base.plain_values import integer, integers, is_integer, text
+from runtime.base.types import CallboardError, RequestOutput, SamplingParams
 from runtime.core.requests import SEED_MASK, requests_of
-from runtime.spec.config import ModelInfo
-from runtime.spec.plain_values import integer, integers, is_integer, text
-from runtime.spec.types import CallboardError, RequestOutput, SamplingParams
 
 Prompt = Sequence[int]
 

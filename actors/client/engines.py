@@ -12,7 +12,7 @@ from actors.front.engine_group import EngineGroup
 from actors.ray.directory import RayDirectory
 from actors.ray.names import living_actors
 from actors.wire.engine_client import ignore_engine
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 
 _ENGINE = "/engine/"  # in the names of engines, after the application
 _POLL_S = 0.5

@@ -9,7 +9,7 @@ import ray
 
 from actors.ray.environment import SINGLE_MACHINE
 from actors.ray.private import address_to_join, join_on_loopback
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 _CONNECT_S = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 Answer = TypeVar("Answer")
 

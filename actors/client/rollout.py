@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.spec.types import FinishReason, TokenLogprobs
+from runtime.base.types import FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from ray.actor import ActorHandle
 
 from actors.runners.weight_parts import Slice, pieces
 from actors.wire.weight_calls import ActorPart, ObjectsPart, SentPart
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import FilesPart, TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import FilesPart, TensorInfo
 from runtime.updates.update_info import part_of_json
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
-from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig, ModelInfo
 
 _CHECK_S = 1.0  # between checks of the runners, the steps and the draft
 _LOADING_S = 1.0  # between reports of progress to a front that waits for the model

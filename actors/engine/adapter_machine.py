@@ -38,8 +38,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable, not_loaded
-from runtime.spec.types import CallboardError
 
 MAX_LOSSES = 3  # of runners while they load an adapter; it may be the cause
 

@@ -20,12 +20,12 @@ from actors.engine.link_server import Connection
 from actors.runners.step_channel import RunnersLost
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.link_messages import Adapters, Status
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from runtime.core.scheduler import Scheduler
 from runtime.features.adapter_table import AdapterTable, is_in_use
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve_adapter
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

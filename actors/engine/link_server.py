@@ -42,8 +42,8 @@ from actors.wire.link_messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
 from actors.wire.transport import Address, FrameSocket, Listener, framed
+from runtime.base.types import CallboardError, GrammarUpdate
 from runtime.features.grammar_store import GrammarStore
-from runtime.spec.types import CallboardError, GrammarUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.engine.step_frames import StepFrames
 from actors.wire.engine_client import Refusal
 from actors.wire.link_messages import Abort, AbortById, Ended, Refused, Submit, client_id
+from runtime.base.config import EngineConfig
+from runtime.base.types import NOT_FINITE, CallboardError, FinishReason, Request
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.policy.kept_outputs import KeptOutputs
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import NOT_FINITE, CallboardError, FinishReason, Request
 
 
 class LiveRequests:

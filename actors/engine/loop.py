@@ -41,12 +41,12 @@ from actors.wire.link_messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, FinishReason
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
 from runtime.policy.stall_watch import STALL_S, StallWatch, stacks
 from runtime.policy.step_pacing import StepPacing
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, FinishReason
 from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)

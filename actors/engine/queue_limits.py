@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from actors.engine.link_server import EngineStream
 from actors.wire.engine_client import Refusal
 from actors.wire.link_messages import Refused, Submit, owner_of
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
 from runtime.policy.queue_sizes import QueueSizes, exceeds_share
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request
 
 _LEAST_TIMES = 4  # ends of requests that make a rate: a single interval may be any
 

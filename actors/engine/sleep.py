@@ -31,8 +31,8 @@ from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import Sleep, encode
 from actors.wire.weight_calls import Pause
+from runtime.base.types import CallboardError
 from runtime.core.engine import EngineCore
-from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

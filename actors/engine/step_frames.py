@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from actors.engine.link_server import Connection, EngineStream
 from actors.engine.metrics import EngineMetrics
+from runtime.base.types import FinishReason, StepOutput
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
-from runtime.spec.types import FinishReason, StepOutput
 
 
 class StepFrames:

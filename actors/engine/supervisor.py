@@ -25,8 +25,8 @@ from actors.ray.directory import announce_engine, has_healthy_engine, plain_erro
 from actors.ray.names import NAMESPACE, model_of, new_name, titled
 from actors.ray.placement import engine_options
 from runtime.background import in_background
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

@@ -48,9 +48,9 @@ from actors.wire.weight_calls import (
     WeightState,
 )
 from runtime.background import in_background
+from runtime.base.types import CallboardError
+from runtime.base.weight_version import WeightVersion
 from runtime.core.engine import EngineCore
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
 from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 
 _MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request
 

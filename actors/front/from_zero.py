@@ -13,8 +13,8 @@ from actors.front.parked import ParkedStreams
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import WaitLimits
 from runtime.background import in_background
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

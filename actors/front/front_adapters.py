@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from actors.front.link import EngineLink
 from actors.wire.adapter_entry import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 class FrontAdapters:

@@ -49,9 +49,9 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, FinishReason, GrammarUpdate, Verified
 from runtime.features.grammar_store import GrammarSender, request_by_key
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Verified
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from actors.front.client_stream import ClientStream
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import WaitLimits, owner_of
 from actors.wire.metrics import MetricValues
+from runtime.base.types import Request
 from runtime.policy.queue_sizes import exceeds_share
-from runtime.spec.types import Request
 
 _RETRY_S = 1.0  # for clients that the limits refuse
 

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.wire.link_messages import CacheUpdate
+from runtime.base.config import ModelInfo
 from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_key
-from runtime.spec.config import ModelInfo
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
 SLACK = 1.25  # times the best score: up to this, cached tokens and then the hash decide

@@ -20,7 +20,7 @@ from ray.serve._private import replica
 from ray.serve._private.common import RUNNING_REQUESTS_KEY as RUNNING_REQUESTS_KEY
 from ray.serve._private.config import DeploymentConfig
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 logger = logging.getLogger("ray.serve")
 

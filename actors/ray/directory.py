@@ -28,8 +28,8 @@ from actors.ray.private import replicas_of
 from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, WeightCall
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError
 
 _LISTING_S = 1.0  # between two reads of Ray's list while it may change
 _SETTLED_S = 10.0  # after this long without a reason it changes no more

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from actors.ray.private import session_folder
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 
 NAMESPACE = "callboard"
 SERVE_NAMESPACE = "serve"  # Serve's own

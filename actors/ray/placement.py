@@ -22,8 +22,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.ray.machines import Machines, accelerator_resource
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 
 # Logical CPUs, chosen so that a server fits a machine with two of them; they limit placement, not threads.
 SUPERVISOR_CPUS = 0.1

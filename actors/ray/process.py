@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import cache_folder
-from runtime.spec.types import CallboardError
 
 _FAULT = "callboard: cannot start:"
 SWITCH_INTERVAL_S = 0.0005  # by default a thread waits 5 ms for the GIL, longer than some steps

@@ -22,8 +22,8 @@ import msgspec
 
 from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.wire.transport import Address, FrameSocket, connect
+from runtime.base.config import EngineConfig
 from runtime.features.grammar_store import GrammarSender, GrammarStore
-from runtime.spec.config import EngineConfig
 from runtime.speculation.draft import DraftCore, DraftRequests, DraftTokens, requests_by_key, whole_requests
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from actors.wire.weight_calls import SentPart
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import GroupInfo
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import GroupInfo
+from runtime.base.weight_version import WeightVersion
 
 if TYPE_CHECKING:
     from runtime.worker.extras import WeightUpdates

@@ -15,9 +15,9 @@ from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.runners.rank_weights import RankWeights
 from actors.runners.step_channel import serve_steps
 from actors.wire.transport import Address, connect
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.shard import Shard
 from runtime.loading.resolve import resolve
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.shard import Shard
 
 if TYPE_CHECKING:
     from runtime.worker.runner import ModelRunner

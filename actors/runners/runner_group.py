@@ -30,9 +30,9 @@ from actors.runners.rank_weights import P, T
 from actors.runners.runner import ModelRunnerActor
 from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire.transport import FrameSocket, Listener
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError
 from runtime.core.executor import Executor
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

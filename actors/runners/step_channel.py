@@ -34,9 +34,9 @@ from typing import NoReturn
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from actors.wire.transport import Address, FrameSocket, Listener
+from runtime.base.types import CallboardError
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
-from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ray.exceptions import RayError
 
 from actors.ray.directory import plain_error
 from actors.wire.weight_calls import ActorPart, ObjectsPart, SentPart
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart, PullPart, WeightPart
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart, PullPart, WeightPart
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, Protocol
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import A, WeightCall
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, Request, RequestOutput
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, Request, RequestOutput
 
 
 class Refusal(StrEnum):

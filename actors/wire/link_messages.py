@@ -23,9 +23,9 @@ from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import Refusal, RefusalCode, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
+from runtime.base.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
+from runtime.base.weight_version import WeightVersion
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
-from runtime.spec.weight_version import WeightVersion
 
 # A front sends a heartbeat every HEARTBEAT_S, and the engine answers each. An engine that misses LOST_AFTER_BEATS is
 # lost, and its streams move to other engines: after 1.2 to 1.4 s if it was cut off. A process that pauses for less than

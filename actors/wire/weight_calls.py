@@ -21,7 +21,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from runtime.spec.weight_parts import TensorInfo, WeightPart
+from runtime.base.weight_parts import TensorInfo, WeightPart
 
 MAX_LEASE_S = 31_536_000.0  # a year
 

@@ -42,8 +42,8 @@ from benchmarks.cpu_peers.machine import cpu, environment_of, versions
 from benchmarks.cpu_peers.side import Rounds, Side, SideError, closing_all, in_turns
 from benchmarks.library.measure import Results, engine_config
 from benchmarks.library.models import CONFIGS
+from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL
 
 IN_PROCESS, SERVED = ("decode", "batch8", "prompt"), ("http", "load", "memory")
 _QUIET_LOAD = 0.5  # processes, at the start of the program

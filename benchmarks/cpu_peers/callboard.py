@@ -16,10 +16,10 @@ from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, 
 from benchmarks.library.measure import engine_config
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.types import Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.sources import CheckpointSource
 
 

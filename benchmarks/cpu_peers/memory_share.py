@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.cpu_peers.jobs import PROMPT_TOKENS, Job, Measure, do_jobs
 from benchmarks.library.measure import Engine, engine_config
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics
 from runtime.quant.model_formats import weight_formats
-from runtime.spec.decoder_spec import DecoderSpec
 
 _ARRAY_BYTES, _READS = 1 << 30, 4
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot, StepPlan
 from runtime.models.decoder import Decoder
-from runtime.spec.arrays import Int32s
-from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache

@@ -27,12 +27,12 @@ from benchmarks.drafts.acceptance import Text, extend, find_matches, tokens_a_ro
 from benchmarks.library.make_random_model import write_folder
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import CONFIGS
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import build_decoder
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
 from runtime.worker.runner import choose_numerics
 
 TARGET = CONFIGS["llama-3.1-8b"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import time
 
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import CallboardError, SamplingParams
 
 _FUNCTION = "def add_{0}(stock, count):\n    stock['{0}'] = stock.get('{0}', 0) + count\n    return stock\n\n"
 PROMPTS = {

@@ -30,8 +30,8 @@ from actors.ray.directory import RayDirectory, find_engines
 from actors.ray.machines import machines_now
 from actors.ray.placement import bundles, device_of
 from benchmarks.library.measure import Results, engine_config, middle, new_parser
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request, SamplingParams
 
 LEARNED = "acceptance", "verify_overhead_us", "step_overhead_us", "draft_answer_overhead_us", "draft_late_rounds"
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, new_parser
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.types import Request, SamplingParams
 
 VARIANTS = {
     "again": [],

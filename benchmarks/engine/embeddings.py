@@ -12,7 +12,7 @@ import time
 from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.types import Request, SamplingParams
 
 
 def run(engine: Engine, params: SamplingParams, num_texts: int, length: int) -> float:

@@ -20,12 +20,12 @@ import openai.types
 from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
+from runtime.base.config import ModelInfo
+from runtime.base.types import Grammar, GrammarSpec
 from runtime.child import Child, Overrun
 from runtime.output.channel_grammar import channel_grammar, channel_marks
 from runtime.output.fields import read_options
 from runtime.output.options import ChatOptions
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.factory import build_loaded, load

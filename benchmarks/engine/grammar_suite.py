@@ -25,8 +25,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from runtime.base.types import CallboardError, GrammarSpec
 from runtime.child import Child, Overrun
-from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from benchmarks.library.measure import Results, engine_config, new_parser
 from benchmarks.library.models import spec_of
 from runtime.assembly.runner import build_runner
+from runtime.base.types import SamplingParams
 from runtime.core.plan import EMPTY, NewSlot, StepPlan
-from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.library.measure import Engine, Results, engine_config, new_parser
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.types import Request, SamplingParams
 
 
 def greedy(engine: Engine, batch: int, length: int) -> list[list[int]]:

@@ -24,10 +24,10 @@ from benchmarks.library.measure import Results, engine_config, new_parser, perce
 from benchmarks.library.models import CONFIGS, spec_of
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.types import Grammar, GrammarSpec, Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.output.channel_grammar import channel_grammar, channel_marks
 from runtime.output.options import ChatOptions
-from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.vocabulary import Vocabulary

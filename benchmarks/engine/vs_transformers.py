@@ -21,11 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.sources import CheckpointSource
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64

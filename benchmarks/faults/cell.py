@@ -18,8 +18,8 @@ from actors.runners.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
 from benchmarks.faults.trainer import Refused, Trainer, call
+from runtime.base.types import SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import SamplingParams
 from serve_app.tools.token_client import Reading, Server
 
 NUM_TOKENS = 150  # of an answer

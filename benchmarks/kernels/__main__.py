@@ -21,6 +21,7 @@ from tqdm import tqdm
 from benchmarks.kernels.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import spec_of
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_triton
@@ -39,7 +40,6 @@ from runtime.kernels.sampling.sample import (
     sample_tokens_triton,
 )
 from runtime.kernels.step.step_inputs import build_inputs
-from runtime.spec.decoder_spec import DecoderSpec
 
 _ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _CONTEXT = 512  # positions that a row attends to

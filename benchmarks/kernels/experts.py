@@ -30,6 +30,7 @@ import torch
 from benchmarks.kernels.compile_ahead import compile_only
 from benchmarks.kernels.tune_linear import graph_us
 from benchmarks.kernels.tune_quantized import FORMS, NF4
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import moe_few_w16a16, moe_wna16
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_routing import Tile
@@ -41,7 +42,6 @@ from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.triton_language import INTERPRETED
-from runtime.spec.decoder_spec import ExpertsSpec
 
 READ_TBPS = 4.45  # the measured read speed of an H200
 LAYERS = 1 if INTERPRETED else 4

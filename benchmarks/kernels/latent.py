@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.kernels.compile_ahead import compile_only
 from benchmarks.kernels.tune_linear import graph_us
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention import latent_attention
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
@@ -35,7 +36,6 @@ from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows, paged_attention_torch
 from runtime.kernels.attention.rope import rope_table
 from runtime.kernels.triton_language import INTERPRETED
-from runtime.spec.decoder_spec import RopeSpec
 
 READ_TBPS = 4.45  # the measured read speed of an H200
 ROTATION_BYTES = 0 if INTERPRETED else 256 << 20  # several times the L2 cache

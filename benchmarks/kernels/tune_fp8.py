@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import moe_fp8_w8a8 as fp8_experts
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Router
@@ -38,7 +39,6 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.triton_language import INTERPRETED
-from runtime.spec.decoder_spec import ExpertsSpec
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MODELS["tiny"] = (1, 128, 128, 64, 192, 320)

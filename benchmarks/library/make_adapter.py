@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.library.models import CONFIGS
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.models import load_spec
 from runtime.models.families.phi import WEIGHT_MAP
 from runtime.models.lora import adapted_linears
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
 
 _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None, "use_dora": False}
 

@@ -17,9 +17,9 @@ import gguf
 import numpy as np
 
 from benchmarks.library.models import CONFIGS
+from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.gguf import GgufFile
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL
 
 _CONFIG = CONFIGS["qwen3-30b-a3b"]
 _KINDS = gguf.GGMLQuantizationType

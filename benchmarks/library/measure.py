@@ -24,9 +24,9 @@ from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import Executor, InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.sources import DummySource
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
-from runtime.spec.decoder_spec import DecoderSpec
 
 
 def _dense(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import place_in_tensor
 from runtime.models import load_spec
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import place_in_tensor
 
 Read = Callable[[str], torch.Tensor]  # a parameter by its name in the config's DecoderSpec
 _BLOCK = 32  # numbers of mxfp4 that share an exponent

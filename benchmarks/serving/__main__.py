@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
 from benchmarks.library.models import CONFIGS
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.types import Request, SamplingParams
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import distribution, gaps
 from serve_app.bench.load import Session, play

@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.library.channel_model import MARKS, Turn, problem_of, read_turn, write_harmony_model
 from benchmarks.library.measure import Results, new_parser
+from runtime.base.types import FinishReason, SamplingParams
 from runtime.llm import LLM, Completion
 from runtime.output.fields import read_options
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.output.options import ChatOptions
-from runtime.spec.types import FinishReason, SamplingParams
 from runtime.text.stream import TextStream
 
 _CITY = {

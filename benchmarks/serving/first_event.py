@@ -21,9 +21,9 @@ import uvloop
 from starlette.types import ASGIApp, Message
 
 from actors.wire.engine_client import OnEngine, ignore_engine
+from runtime.base.config import DEFAULT_MODEL, ModelInfo
+from runtime.base.types import FinishReason, Request, RequestOutput
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL, ModelInfo
-from runtime.spec.types import FinishReason, Request, RequestOutput
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

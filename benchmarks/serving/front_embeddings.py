@@ -27,11 +27,11 @@ import uvloop
 from actors.engine.loop import EngineLoop
 from actors.front.engine_group import EngineGroup
 from actors.wire.transport import Address
+from runtime.base.config import DEFAULT_MODEL, EngineConfig, ModelInfo
+from runtime.base.pooling import Pooling
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig, ModelInfo
-from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

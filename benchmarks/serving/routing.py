@@ -25,10 +25,10 @@ from actors.wire.link_messages import CacheUpdate, encode
 from actors.wire.transport import framed
 from benchmarks.serving.step_channel import EchoRunner
 from runtime.assembly.engine import build_engine
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
 
 BLOCK_SIZE = 16
 INFO = ModelInfo("routing", 32000, 1 << 20, (0,), 1 << 17, BLOCK_SIZE, "none", "none")

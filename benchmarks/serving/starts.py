@@ -30,8 +30,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.library.measure import Results, new_parser
+from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL
 
 _START_S, _STOP_S = 300, 60
 _PHASE = re.compile(r" *([\d.]+) s  (\w+(?: \w+)*)")

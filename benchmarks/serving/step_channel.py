@@ -25,10 +25,10 @@ import numpy as np
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.assembly.engine import build_engine
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
 
 BATCHES = (1, 64, 256)
 BLOCK_SIZE = 16

@@ -42,10 +42,10 @@ import torch
 
 from actors.client import RolloutClient
 from benchmarks.library.measure import Results
+from runtime.base.config import DEFAULT_MODEL
+from runtime.base.types import Request, SamplingParams
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.resolve import resolve
-from runtime.spec.config import DEFAULT_MODEL
-from runtime.spec.types import Request, SamplingParams
 from runtime.updates.sending import NcclSender, ipc_update_info, ipc_update_infos, nccl_update_info
 
 APP = "callboard"

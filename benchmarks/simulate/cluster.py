@@ -22,10 +22,10 @@ from benchmarks.simulate.foresight import Foresight
 from benchmarks.simulate.fronts import FRAME_S, Fronts, Oracle, Policy
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Conversation, Job
+from runtime.base.config import EngineConfig, ModelInfo
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.config import EngineConfig, ModelInfo
 
 DEATH_S = 0.05  # until fronts notice that an engine died
 DRAIN_S = 1.0  # until streams leave an engine that drains

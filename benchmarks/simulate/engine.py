@@ -23,14 +23,14 @@ from actors.front.router import Prompt
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.assembly.engine import extras_of
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.policy.step_pacing import StepPacing
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import FinishReason, Request, SamplingParams
 
 EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17

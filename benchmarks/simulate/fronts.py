@@ -12,9 +12,9 @@ from typing import Literal
 from actors.front.router import Prompt, Route, Router, RoutingPolicy
 from actors.wire.link_messages import CacheUpdate
 from benchmarks.simulate.engine import SimulatedEngine
+from runtime.base.config import ModelInfo
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.config import ModelInfo
 
 Policy = RoutingPolicy | Literal["foresight", "oracle"]
 FRAME_S = 0.02  # between two reports of an engine

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from runtime.assembly.engine import extras_of
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from runtime.core.executor import InProcess
 from runtime.loading.resolve import resolve
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
 from runtime.speculation.draft import DraftCore
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.sources import CheckpointSource

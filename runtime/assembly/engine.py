@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from runtime.base.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
@@ -18,7 +19,6 @@ from runtime.policy.isolation import Isolation
 from runtime.policy.queue_sizes import QueueSizes
 from runtime.policy.static_batching import ShortestJobFirst, StaticBatching
 from runtime.policy.step_pacing import StepPacing
-from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from runtime.base.config import MAX_DRAFT_TOKENS, EngineConfig
+from runtime.base.model.shard import Shard
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState
 from runtime.features.mapped_memory import RunnerMemory
 from runtime.features.pooler import Pooler
 from runtime.features.prompt_scorer import PromptScorer
-from runtime.spec.config import MAX_DRAFT_TOKENS, EngineConfig
-from runtime.spec.shard import Shard
 from runtime.speculation.draft import CATCH_UP
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras

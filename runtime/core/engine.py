@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, StepOutput
 from runtime.core.executor import Executor
 from runtime.core.extra import Culprit, Extra
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.stats import EngineStats
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, StepOutput
 
 
 class EngineCore:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
-from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput
 
 # of a request: extras serve them
 OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import ModelInfo
+from runtime.base.model.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash
 from runtime.core.request_state import NEVER, RequestState
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import ModelInfo
-from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 
 _ONE_GROUP = (KVGroupSpec((), 1, 1, "float32"),)  # of a model that describes none
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.base.types import NOT_FINITE, FinishReason, RequestOutput, StepOutput
 from runtime.core.request_state import RequestState
-from runtime.spec.types import NOT_FINITE, FinishReason, RequestOutput, StepOutput
 
 
 def outputs_by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:

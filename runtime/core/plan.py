@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.spec.arrays import Float32s, Int32s
-from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.base.arrays import Float32s, Int32s
+from runtime.base.types import CallboardError, GrammarUpdate, PromptLogprobs, SamplingParams, TokenLogprobs
 
 MAX_STEPS = 64  # steps of a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from runtime.base.model.kv_cache_spec import KVGroupSpec
 from runtime.core.block_pool import NULL_BLOCK
-from runtime.spec.kv_cache_spec import KVGroupSpec
 
 KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine
 _STATE_MARK = 0x5A5A_A5A5_3C3C_C3C3

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import TOKEN_BYTES, CallboardError, Request
+from runtime.base.config import ModelInfo
+from runtime.base.types import TOKEN_BYTES, CallboardError, Request
 
 NEVER = 1 << 62
 SortKey = tuple[int, int, int]  # priority, an extra's rank or 0, arrival: the order of service

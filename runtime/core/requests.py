@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
-from runtime.spec.types import CallboardError, Request, SamplingParams
+from runtime.base.types import CallboardError, Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # of random seeds: every client reads such a number exactly, also JavaScript

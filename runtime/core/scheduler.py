@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.extra import Culprit, Extra, Extras
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
@@ -36,8 +38,6 @@ from runtime.core.request_state import RequestState, RequestStatus, checked_toke
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput
 
 
 class Scheduler:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.types import TOKEN_BYTES
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY, MAX_NEW_BYTES, NewSlot, StepPlan
 from runtime.core.request_state import RequestState
-from runtime.spec.arrays import Int32s
-from runtime.spec.types import TOKEN_BYTES
 
 # A row with samples in flight: its request, the request's epoch when it was planned, and its draft tokens. Sample i
 # counts if it follows i accepted draft tokens.

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from runtime.base.types import CallboardError
 from runtime.core.extra import Extra
 from runtime.core.request_state import RequestState
-from runtime.spec.types import CallboardError
 
 
 class AdapterTable(Extra):

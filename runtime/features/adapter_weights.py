@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.loading.adapter_files import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.decoder import Decoder
 from runtime.models.lora import (
@@ -22,7 +23,6 @@ from runtime.models.lora import (
     write_adapter,
 )
 from runtime.models.weight_map import WeightMap
-from runtime.spec.types import CallboardError
 from runtime.worker.extras import RunnerParts
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from runtime.base.config import ModelInfo
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.experts.moe_torch import Router
 from runtime.models.decoder import Decoder, Mlp
-from runtime.spec.config import ModelInfo
 from runtime.worker.extras import Needs, RunnerParts, StepWork
 
 

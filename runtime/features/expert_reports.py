@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, FinishReason, StepOutput
 from runtime.core.extra import Culprit, Ended, Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, StepOutput
 
 
 class _Row(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
+from runtime.base.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import SharedLimit
 from runtime.structured.matching.matcher import Matcher

@@ -16,14 +16,14 @@ from functools import partial
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import ModelInfo
+from runtime.base.model.shard import ALONE, Shard
+from runtime.base.types import CallboardError
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.features.device_automata import DeviceAutomata
 from runtime.features.grammar_output import GrammarOutput, made_factory
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import ModelInfo
-from runtime.spec.shard import ALONE, Shard
-from runtime.spec.types import CallboardError
 from runtime.structured.matching.automaton import EagerMatcher
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.factory import MatcherFactory

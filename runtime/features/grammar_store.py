@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from runtime.spec.types import CallboardError, Grammar, GrammarUpdate, Request, SamplingParams
+from runtime.base.types import CallboardError, Grammar, GrammarUpdate, Request, SamplingParams
 
 MAX_STORE_BYTES = 16 << 20  # of the texts that one connection's store keeps between messages
 

@@ -6,14 +6,14 @@ fails alone if its grammar cannot continue.
 
 from __future__ import annotations
 
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError, FinishReason, StepOutput
 from runtime.core.extra import Ended, Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, StepOutput
 
 
 class Grammars(Extra):

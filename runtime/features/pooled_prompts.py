@@ -1,16 +1,16 @@
-"""Pooled prompts: requests that end with a vector of their prompt (spec/pooling.py)."""
+"""Pooled prompts: requests that end with a vector of their prompt (base/pooling.py)."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from runtime.base.config import ModelInfo
+from runtime.base.pooling import required_pooling
+from runtime.base.types import FinishReason, StepOutput
 from runtime.core.extra import Ended, Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
-from runtime.spec.config import ModelInfo
-from runtime.spec.pooling import required_pooling
-from runtime.spec.types import FinishReason, StepOutput
 
 
 class PooledPrompts(Extra):

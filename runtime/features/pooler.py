@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import ModelInfo
+from runtime.base.pooling import Pooling
 from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import ModelInfo
-from runtime.spec.pooling import Pooling
 from runtime.worker.extras import Needs, RunnerParts, StepWork
 from runtime.worker.sources import ModelSource
 

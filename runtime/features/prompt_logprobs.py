@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.base.types import FinishReason, PromptLogprobs, StepOutput
 from runtime.core.extra import Culprit, Ended, Extra
 from runtime.core.plan import StepResult, num_targets
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
-from runtime.spec.types import FinishReason, PromptLogprobs, StepOutput
 
 
 class _ScoredRow(NamedTuple):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import ModelInfo
 from runtime.core.plan import EMPTY, NewSlot, StepPlan, num_targets
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import ModelInfo
 from runtime.worker.extras import Needs, RunnerParts, StepWork
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.memory import MIN_LOGIT_ROWS

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import latent_attention_triton
@@ -71,7 +72,6 @@ from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_co
 from runtime.kernels.states.delta_rule import delta_rule_triton
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
     from runtime.kernels.cpu.operations import CompiledOperations

@@ -22,9 +22,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.base.types import CallboardError
 from runtime.loading.adapter_patterns import Patterns
 from runtime.loading.folder import json_object, own_file
-from runtime.spec.types import CallboardError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES, _MOST_HEADER_BYTES, _MOST_WEIGHT_BYTES = 1 << 20, 4 << 20, 32 << 30

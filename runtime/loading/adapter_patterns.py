@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _MOST_WILD = 64  # patterns with .* in one field; each is tried for each module
 _SHOWN = 100  # characters of a pattern in an error

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, read_gguf_model
@@ -28,8 +30,6 @@ from runtime.loading.read_ahead import ByteRange, ReadAhead
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.models import has_experts_in_turn
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 
 _MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are released
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from runtime.base.types import CallboardError
 from runtime.models.families.defaults import with_defaults
-from runtime.spec.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"
 # Files of exporters that do not write to config.json -> the missing quant_method.

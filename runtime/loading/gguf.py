@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 T = TypeVar("T")
 

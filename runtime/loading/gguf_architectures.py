@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.types import CallboardError
 from runtime.loading import gguf_configs as configs
 from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
 from runtime.models.weight_map import WeightMap
-from runtime.spec.types import CallboardError
 
 # GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor of
 # gate and up together has the name of up.

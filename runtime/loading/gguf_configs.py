@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile, dequantize
-from runtime.spec.types import CallboardError
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).

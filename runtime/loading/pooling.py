@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError
 from runtime.loading.folder import read_json
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import CallboardError
 
 _KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _OF_MATRYOSHKA = "Qwen3"  # its embedding models are trained for it, but their files omit it

@@ -19,6 +19,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from runtime.base.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, weight_files
 from runtime.loading.sources.cloud import cloud_folder
 from runtime.loading.sources.download import check_space, locked
@@ -28,7 +29,6 @@ from runtime.loading.sources.names import FORMS, CloudName, HubName, WebFile, cl
 from runtime.loading.sources.near_names import meant
 from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.loading.sources.web import web_model
-from runtime.spec.types import CallboardError
 
 # SHA-256 of the GGUF files in wheels of Callboard's docs, defaults and tests. Other wheels are only checked as
 # archives.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.models.config_checks import checked_config
 from runtime.models.families import (
     deepseek,
@@ -29,8 +31,6 @@ from runtime.models.families import (
 from runtime.models.families.defaults import with_defaults
 from runtime.models.weight_map import WeightMap
 from runtime.quant import has_fp8_kv_cache, parse_schemes
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 
 CLASSIFIER = "score.weight"  # [num_labels, hidden] of the last token's hidden state
 _MODEL = "model."  # before the names of a decoder that was saved with its head

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import Part
 from runtime.models import CLASSIFIER, load_spec
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import Location, TensorSource
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part
 
 logger = logging.getLogger(__name__)
 _COMPARED_AT_ONCE = 1 << 24  # numbers

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.spec.kv_cache_spec import RING
-from runtime.spec.sampling_fields import Bounds
-from runtime.spec.types import CallboardError
+from runtime.base.model.kv_cache_spec import RING
+from runtime.base.sampling_fields import Bounds
+from runtime.base.types import CallboardError
 
 _WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(0, 1 << 12), Bounds(1, 1 << 30)
 _POSITIVE = Bounds(above=0)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
@@ -18,7 +19,6 @@ from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import ForwardBatch
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
-from runtime.spec.decoder_spec import DecoderSpec
 
 
 class Decoder:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.kernels.attention.rope import Heads, query_scale_table, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.experts.dense_beside import DenseBeside
@@ -26,9 +29,6 @@ from runtime.models.weight_map import WeightMap
 from runtime.models.weights import LoadProgress, ReadWeight, draw, read_from
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import TensorSource
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec
 
 
 def load_decoder(

@@ -6,9 +6,9 @@ import re
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.quant.weight_format import TensorSource
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 
 # All that belongs to such a cache. Zero points belong to integers, and queries are never rounded, so both are unused.
 KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"

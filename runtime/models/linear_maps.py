@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec
+from runtime.base.model.sharding import UNGROUPED, Part
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, dequantize_interleaved
@@ -19,9 +22,6 @@ from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
 from runtime.quant.quantized_formats import InterleavedFormat, fused_linear
 from runtime.quant.weight_format import DENSE, Weight, WeightFormat
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec
-from runtime.spec.sharding import UNGROUPED, Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
 # Each rank of a group has some inputs of these maps, so results are summed over ranks.

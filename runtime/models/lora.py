@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import parts_of
+from runtime.base.types import CallboardError
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make_adapters, padded_rank
@@ -17,9 +20,6 @@ from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Layer, Mlp
 from runtime.models.linear_maps import row_order
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import parts_of
-from runtime.spec.types import CallboardError
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
 AdaptersOfMaps = dict[str, Adapters]  # by the fused name of a layer's linear map

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
+from runtime.base.model.sharding import leaves_of
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.divided_linear import (
     ColumnLeaves,
@@ -23,8 +25,6 @@ from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.models.linear_maps import SUMS, Embedding, LinearMaps, MapPart
 from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.quant.weight_format import Weight
-from runtime.spec.decoder_spec import ExpertsSpec
-from runtime.spec.sharding import leaves_of
 
 
 def sharded(maps: LinearMaps, communicator: Communicator, rank_invariant: bool) -> LinearMaps:

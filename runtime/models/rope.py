@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.spec.decoder_spec import RopeSpec
-from runtime.spec.types import CallboardError
+from runtime.base.model.decoder_spec import RopeSpec
+from runtime.base.types import CallboardError
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import DecoderSpec
 
 _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weight|\.bias)?")
 

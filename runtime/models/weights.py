@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import Part, parts_of, place_in_tensor, stored_shape
+from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.checkpoint_model import unused_tensors
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part, parts_of, place_in_tensor, stored_shape
-from runtime.spec.types import CallboardError
 
 
 class ReadWeight(Protocol):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from runtime.base.types import GrammarSpec
 from runtime.output.fields import FieldError, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import AnyTool, CustomTool
-from runtime.spec.types import GrammarSpec
 from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning

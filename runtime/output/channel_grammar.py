@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from runtime.base.types import GrammarSpec
 from runtime.output.call_grammar import calls_in_json
 from runtime.output.options import ChatOptions
 from runtime.output.response_format import RequestedGrammar
-from runtime.spec.types import GrammarSpec
 from runtime.structured.channels import Channels, Place
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS, END_MARKS

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.base.types import CallboardError, ThinkingBudget
 from runtime.output.call_grammar import with_calls
 from runtime.output.channel_grammar import channel_grammar, channel_marks, place_of
 from runtime.output.fields import FieldError, invalid, shown
@@ -14,7 +15,6 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, Effort
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import CustomTool
-from runtime.spec.types import CallboardError, ThinkingBudget
 from runtime.structured.channels import Place
 from runtime.text.chat import ChatTemplate
 from runtime.text.control_tokens import Conversation, without_seams

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
-from runtime.spec.plain_values import integer, is_integer
-from runtime.spec.types import CallboardError
+from runtime.base.plain_values import integer, is_integer
+from runtime.base.types import CallboardError
 
 
 class FieldError(CallboardError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from runtime.spec.types import ThinkingBudget
+from runtime.base.types import ThinkingBudget
 from runtime.text.reasoning import THINK, Marks, ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
 from runtime.text.tool_calls.custom_input import CustomInputs

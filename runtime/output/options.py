@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from runtime.base.types import GrammarSpec
 from runtime.output.fields import Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
 from runtime.output.tools import (
@@ -20,7 +21,6 @@ from runtime.output.tools import (
     OfferedTool,
     ToolChoice,
 )
-from runtime.spec.types import GrammarSpec
 from runtime.text.tool_calls import ForcedCall
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

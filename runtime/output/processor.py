@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from runtime.base.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.output.message_parser import MessageFormat, MessageParser
-from runtime.spec.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.stream import NO_TEXT, NoText, StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from runtime.base.types import GrammarSpec
 from runtime.output.fields import FieldError, Options, fault_of, invalid, path_of
-from runtime.spec.types import GrammarSpec
 
 _Schema = Annotated[dict[str, Any] | bool | None, Field(alias="schema")]
 

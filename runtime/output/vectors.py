@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.pooling import Pooling
 from runtime.output.fields import invalid
-from runtime.spec.pooling import Pooling
 
 
 def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from runtime.base.types import FinishReason
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.stats import EngineStats
 from runtime.policy.output_length import OutputLengthEstimator
-from runtime.spec.types import FinishReason
 
 _MARGIN = 0.5  # of the expected need of a waiting request
 

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from runtime.base.types import FinishReason
 from runtime.core.extra import Culprit, Extra
 from runtime.core.request_state import RequestState
-from runtime.spec.types import FinishReason
 
 MAX_LOSSES = 3  # losses in a row, the last one alone, that end a request
 _MAX_RETURNS = 3  # losses in a row just after its return that end a cleared request

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from runtime.base.types import Request
 from runtime.core.request_state import RequestState
-from runtime.spec.types import Request
 
 MAX_TOKENS = 1 << 20  # of all kept requests, with their prompts
 LIFE_S = 600.0

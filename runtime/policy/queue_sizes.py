@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from runtime.base.types import TOKEN_BYTES, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
-from runtime.spec.types import TOKEN_BYTES, FinishReason
 
 _SHARE = 3  # places that one owner may hold, for each free one
 

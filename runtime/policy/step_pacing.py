@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 
+from runtime.base.types import StepOutput
 from runtime.core.extra import Culprit, Ended, Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
-from runtime.spec.types import StepOutput
 
 # Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
 # share takes at most _AUTO_US, since the decoding rows wait meanwhile.

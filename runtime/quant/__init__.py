@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from runtime.base.model.decoder_spec import chooses_experts
+from runtime.base.types import CallboardError
 from runtime.quant import compressed_tensors, parsers
 from runtime.quant.scheme import Parser, QuantizationScheme
-from runtime.spec.decoder_spec import chooses_experts
-from runtime.spec.types import CallboardError
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
     "compressed-tensors": compressed_tensors.parse,

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, chooses_experts
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import leaves_of
+from runtime.base.types import CallboardError
 from runtime.quant.scheme import QuantizationScheme
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, chooses_experts
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import leaves_of
-from runtime.spec.types import CallboardError
 
 PLAIN = "plain"  # the layout of dense weights that are quantized as they are read
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # encoding -> columns that share a scale; 0 for all

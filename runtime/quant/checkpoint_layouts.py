@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.quant.encodings import Encoding, Table, encoding_of
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight, read_plain
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 
 _FP8, _INT8, _UINT8, _INT32 = (torch.float8_e4m3fn,), (torch.int8,), (torch.uint8,), (torch.int32,)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)

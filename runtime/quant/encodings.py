@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.sharding import Part
 from runtime.kernels.quantized import weight_conversions as fp8_encode
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Shape, Weight
-from runtime.spec.sharding import Part
 
 # Numbers that are dequantized or encoded at once: their float32 copy stays small beside the weight.
 _AT_ONCE = 1 << 20

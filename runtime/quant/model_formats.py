@@ -10,6 +10,11 @@ from functools import cache, partial
 
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import UNGROUPED, leaves_of, stored_shape
+from runtime.base.types import CallboardError
 from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN, requested_encodings
@@ -29,11 +34,6 @@ from runtime.quant.products import LlvmProducts, products_of
 from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat, RowScalesFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import UNGROUPED, leaves_of, stored_shape
-from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
     "compressed-tensors": OneByOne,

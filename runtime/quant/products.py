@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.cpu.linear.interleaved_weight import (
     InterleavedWeight,
     RowMajorWeight,
@@ -32,7 +33,6 @@ from runtime.kernels.table import Kernels
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.encodings import Encoding, Float8, Integer4, Integer8, Table
 from runtime.quant.weight_format import Shape, Weight
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class QuantizedProducts(Protocol):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
+from runtime.base.model.sharding import Part
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
@@ -17,8 +19,6 @@ from runtime.quant.checkpoint_layouts import CheckpointLayout, Plain
 from runtime.quant.encodings import Encoding
 from runtime.quant.products import LlvmProducts, QuantizedProducts
 from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
-from runtime.spec.decoder_spec import ExpertsSpec
-from runtime.spec.sharding import Part
 
 _SMALL = 1 << 20  # numbers up to which one thread dequantizes a weight
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import PLAIN
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
-from runtime.spec.decoder_spec import DecoderSpec
 
 _GIB = 1 << 30
 

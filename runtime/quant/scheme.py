@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 @dataclass(frozen=True, slots=True)

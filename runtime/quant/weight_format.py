@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
+from runtime.base.model.sharding import Part
 from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
-from runtime.spec.decoder_spec import ExpertsSpec
-from runtime.spec.sharding import Part
 
 Shape = tuple[int, ...]
 Weight = tuple[torch.Tensor, ...]  # a weight's tensors on the device, in the order of its format

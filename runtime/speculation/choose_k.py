@@ -12,12 +12,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.types import FinishReason, StepOutput
 from runtime.core.extra import Ended, Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
-from runtime.spec.config import MAX_DRAFT_TOKENS
-from runtime.spec.types import FinishReason, StepOutput
 
 # The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.
 _MAX_CHOSEN_TOKENS = 7

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, GrammarUpdate, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.features.grammar_store import GrammarSender, GrammarStore, request_by_key
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, GrammarUpdate, Request
 
 CATCH_UP = (2, 8)  # row lengths that a draft's runner has graphs for, besides 1
 _DEPTH = 2  # plans in flight

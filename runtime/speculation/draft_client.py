@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, TypeVar
 
+from runtime.base.types import Request
 from runtime.core.request_state import RequestState
-from runtime.spec.types import Request
 from runtime.speculation.choose_k import Drafter, StepTimes
 from runtime.speculation.draft import CATCH_UP, CommitTokens, DraftRequests, DraftTokens, OpenStream
 

@@ -13,9 +13,9 @@ from operator import mul
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.core.request_state import RequestState
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import MAX_DRAFT_TOKENS
 from runtime.speculation.choose_k import Drafter
 
 STEP_WORK = 4096  # tokens of texts that one step indexes, over all requests: about a millisecond

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from runtime.spec.types import GrammarSpec
+from runtime.base.types import GrammarSpec
 from runtime.structured.calls import Calls, arguments_of
 from runtime.structured.pattern import GrammarError, literal_text
 from runtime.structured.rules import (

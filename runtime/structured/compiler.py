@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.child import ChildPool, Overrun
 from runtime.policy.queue_sizes import exceeds_share
-from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 

@@ -13,7 +13,7 @@ from json.encoder import encode_basestring
 import msgspec
 import numpy as np
 
-from runtime.spec.types import CallboardError, Grammar, GrammarSpec
+from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured import calls, channels, rules, tags
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher

@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import lru_cache
 from json.encoder import encode_basestring
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 MAX_REPEAT = 10_000  # of one quantifier, minLength, maxLength
 MAX_STATES = 50_000  # of a pattern with its repetitions written out

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from runtime.base.types import CallboardError
 from runtime.child import ChildPool, Overrun
-from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.call_messages import with_content_placed, with_named_ids, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described

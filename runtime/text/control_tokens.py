@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.reasoning import TOKENS
 from runtime.text.tool_calls import FORMATS
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile
-from runtime.spec.types import CallboardError
 
 _T = TypeVar("_T")
 

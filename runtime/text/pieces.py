@@ -23,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _MAX_GROWTH = 16  # of a token by the decoder's replacements; in real models these only shorten
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.reasoning import TOKENS
 from runtime.text.tool_calls import FORMATS, CallDelta, ToolFormat
 

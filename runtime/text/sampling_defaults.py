@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime.base.config import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.loading.folder import read_json
 from runtime.loading.gguf import GgufFile
-from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING
-from runtime.spec.types import CallboardError, SamplingParams
 
 # Of generation_config.json, and of a GGUF file's metadata below general.sampling.
 _FIELDS = {

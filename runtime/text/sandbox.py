@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 MAX_SOURCE_CHARS = 256 << 10
 

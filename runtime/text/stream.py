@@ -12,7 +12,7 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.pieces import strip_spaces
 from runtime.text.tokenizer import Tokenizer
 

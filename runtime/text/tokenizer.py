@@ -15,10 +15,10 @@ from typing import Any
 
 import tokenizers
 
+from runtime.base.types import CallboardError
 from runtime.loading.folder import folder_eos_token_ids, own_file, read_json
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_configs import gguf_eos_token_ids
-from runtime.spec.types import CallboardError
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.gguf_vocabulary import put_around, tokenizer_of
 from runtime.text.pieces import Pieces, pieces_of

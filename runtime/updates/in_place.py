@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _PLAIN = (int, float, complex, str, bytes, bool, torch.dtype, torch.device, range)
 _OPAQUE = (type(None), type, BuiltinFunctionType, BuiltinMethodType)

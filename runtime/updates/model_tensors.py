@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.models import CLASSIFIER
@@ -20,9 +23,6 @@ from runtime.quant.at_load import PLAIN
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.weight_format import DENSE, Location, Shape, TensorSource
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from runtime.updates.slices import Parts, SliceSet, merged, narrowed, parts_by_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

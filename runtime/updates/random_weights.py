@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import Part, stored_shape
+from runtime.base.types import CallboardError
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import Shape
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part, stored_shape
-from runtime.spec.types import CallboardError
 
 
 class UndrawnTensors:

@@ -14,13 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.models.decoder import Decoder
-from runtime.models.decoder_build import builder_beside
-from runtime.models.weights import reader
-from runtime.quant.weight_format import TensorSource
-from runtime.spec.mixer_spec import DeltaRuleSpec
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import (
+from runtime.base.model.mixer_spec import DeltaRuleSpec
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import (
     ArraysPart,
     BroadcastPart,
     FilesPart,
@@ -29,7 +25,11 @@ from runtime.spec.weight_parts import (
     PullPart,
     WeightPart,
 )
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.weight_version import WeightVersion
+from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import builder_beside
+from runtime.models.weights import reader
+from runtime.quant.weight_format import TensorSource
 from runtime.updates.apply import apply_sections
 from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import TensorInfo
 from runtime.updates.tensor_infos import num_bytes
 from runtime.updates.transports.ipc_handles import json_of
 from runtime.updates.transports.nccl_library import Group, NcclGroup, library

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.updates.slices import Slice, SliceSet
 
 _DTYPES = {

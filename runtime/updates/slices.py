@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.loading.upload import Uploader
 from runtime.quant.weight_format import Shape, TensorSource
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 
 Parts = tuple[Part | None, ...]  # of one tensor, along one dimension and apart from each other; (None,) for all of it
 

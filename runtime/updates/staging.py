@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.loading.upload import Uploader
 from runtime.quant.weight_format import Shape
-from runtime.spec.types import CallboardError
 from runtime.updates.model_tensors import Incoming, ModelTensors, Target, pieces_of
 from runtime.updates.slices import Slice, SliceSet
 

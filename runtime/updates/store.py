@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.spec.shard import Shard
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.model.shard import Shard
+from runtime.base.types import CallboardError
+from runtime.base.weight_version import WeightVersion
 from runtime.updates.slice_files import read_slices, write_slices
 from runtime.updates.slices import SliceSet
 

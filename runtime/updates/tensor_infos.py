@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import TensorInfo
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

@@ -16,8 +16,8 @@ import base64
 import binascii
 from typing import Any
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import BroadcastPart, FilesPart, GroupInfo, IpcPart, TensorInfo, WeightPart
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import BroadcastPart, FilesPart, GroupInfo, IpcPart, TensorInfo, WeightPart
 from runtime.updates.tensor_infos import integer, list_field, num_bytes, shown, tensor_infos, text
 from runtime.updates.transports import ipc_handles
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.shard import Shard
 from runtime.loading.resolve import resolve
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import format_names
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.shard import Shard
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import choose_numerics
 from runtime.worker.sources import CheckpointSource

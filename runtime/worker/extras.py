@@ -22,14 +22,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.weight_parts import GroupInfo, WeightPart
+from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.weight_parts import GroupInfo, WeightPart
-from runtime.spec.weight_version import WeightVersion
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)

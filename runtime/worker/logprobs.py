@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.core.plan import StepResult
-from runtime.spec.arrays import Int32s
 
 
 @dataclass(slots=True)

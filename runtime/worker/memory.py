@@ -10,6 +10,11 @@ from pathlib import Path
 
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.kv_cache_spec import KVCacheSpec, StateGroupSpec
+from runtime.base.model.shard import NUM_LEAVES
+from runtime.base.types import CallboardError
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.attention.latent_expanded import MOST_EXPANDED
 from runtime.kernels.attention.latent_torch import MAX_EXPANDED
@@ -17,11 +22,6 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.lora import adapter_bytes
 from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, weight_bytes
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.kv_cache_spec import KVCacheSpec, StateGroupSpec
-from runtime.spec.shard import NUM_LEAVES
-from runtime.spec.types import CallboardError
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
 _GIB = 1 << 30

@@ -16,6 +16,10 @@ from dataclasses import replace
 
 import torch
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.shard import ALONE, Shard
+from runtime.base.types import CallboardError
+from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import StepPlan, StepResult
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
@@ -26,10 +30,6 @@ from runtime.models.kv_scales import scales_of_rank
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import check_products, encodings_on_device, format_names
 from runtime.quant.report import weight_report
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.shard import ALONE, Shard
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
 from runtime.worker.cpu.cores import available_cores
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import (

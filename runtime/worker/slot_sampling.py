@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
+from runtime.base.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.drawn_logprobs import drawn_logprobs
 from runtime.kernels.sampling.logprobs import token_logprobs
@@ -24,8 +26,6 @@ from runtime.kernels.sampling.sample import (
     TOP_K,
     TOP_P,
 )
-from runtime.spec.arrays import Int32s
-from runtime.spec.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits

@@ -11,6 +11,11 @@ from typing import Protocol
 
 import torch
 
+from runtime.base.config import ModelInfo
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.sharding import Part
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
@@ -23,11 +28,6 @@ from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import TensorSource
-from runtime.spec.config import ModelInfo
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.pooling import Pooling
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 

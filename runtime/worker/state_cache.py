@@ -14,8 +14,8 @@ import math
 
 import torch
 
+from runtime.base.model.kv_cache_spec import RING, StateGroupSpec
 from runtime.kernels.states.state_rows import ConvState, DeltaState
-from runtime.spec.kv_cache_spec import RING, StateGroupSpec
 
 
 class StateCache:

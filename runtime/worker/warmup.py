@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
+from runtime.base.types import Grammar, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan
-from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.memory import MemoryPlan
 from runtime.worker.steps import Steps
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from runtime.background import in_background
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, arrivals, play, play_streams

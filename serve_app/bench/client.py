@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _TIMEOUT_S = 10.0  # of a request that generates nothing
 

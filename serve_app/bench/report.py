@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _LATENCIES = {  # by the names of the figures
     "ttft_ms": "time to first token (TTFT)",

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _MODEL = "model"  # the positional argument
 _MODELS = "models"  # a list of models with flags of their own

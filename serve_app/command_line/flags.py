@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any, get_args, get_type_hints
 
+from runtime.base.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, choices_of
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.loading.sources.names import absolute
-from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, choices_of
-from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
 from serve_app.command_line.parser import UsageError
 from serve_app.command_line.subjects import HOME, SUBJECTS

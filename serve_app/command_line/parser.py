@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.command_line.config_file import read_words
 
 _WIDTH = 80

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from serve_app.settings import HttpSettings, ScalingSettings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from serve_app.command_line.flags import (
     add_client_key,
     add_flags,

@@ -7,8 +7,8 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from runtime.spec.types import SamplingParams
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.types import SamplingParams
 from serve_app.command_line.flags import (
     DEFAULT_SHOWN,
     add_flags,

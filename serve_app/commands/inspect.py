@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from serve_app.command_line.flags import add_flags, add_model, engine_config
 
 _MOST_USED = {

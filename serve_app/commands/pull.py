@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from runtime.spec.config import DEFAULT_MODEL
+from runtime.base.config import DEFAULT_MODEL
 from serve_app.command_line.flags import DEFAULT_SHOWN
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 def add_parser(commands: Any) -> None:

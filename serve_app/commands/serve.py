@@ -7,8 +7,8 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from runtime.loading.sources.names import absolute
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.command_line.flags import (
     add_flags,
     add_model,

@@ -9,7 +9,7 @@ from typing import Self
 
 from starlette.types import Scope
 
-from runtime.spec.types import Request, RequestOutput
+from runtime.base.types import Request, RequestOutput
 from serve_app.http.auth import path_within
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from actors.wire.engine_client import EngineClient, EngineRefusal
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
-from runtime.spec.types import Request
+from runtime.base.types import Request
 from serve_app.observability.context import ChoiceStats, RequestContext, RequestSink
 from serve_app.observability.request_line import RequestLines
 from serve_app.protocol.errors import ApiError

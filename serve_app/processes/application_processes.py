@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes.process_tree import children_of_all
 from serve_app.settings import HttpSettings
 

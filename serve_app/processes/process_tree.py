@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 0.5  # `timeout` and others send a signal to a process and to its group

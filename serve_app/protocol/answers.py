@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from runtime.base.types import TokenLogprobs
 from runtime.output.processor import Delta
-from runtime.spec.types import TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 
 encode_json = msgspec.json.Encoder().encode

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from runtime.base.types import CallboardError
 from runtime.output.fields import FieldError, shortened
-from runtime.spec.types import CallboardError
 from serve_app.protocol.dialects import LLAMA_CPP_ROUTES, Dialect
 
 _MAX_MESSAGE_CHARS = 1000

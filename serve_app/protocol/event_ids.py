@@ -14,9 +14,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from random import Random
 
+from runtime.base.types import FinishReason, RequestOutput, Verified
 from runtime.output.fields import invalid, shown
 from runtime.output.message_parser import MessageFormat
-from runtime.spec.types import FinishReason, RequestOutput, Verified
 from serve_app.protocol.errors import ApiError
 
 _TURN = 64  # tokens of one output after which other tasks run

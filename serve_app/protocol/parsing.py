@@ -12,8 +12,8 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
 
+from runtime.base.types import CallboardError
 from runtime.output.fields import FieldError, fault_of, invalid, path_of
-from runtime.spec.types import CallboardError
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.sampling import MAX_CHOICES
 from serve_app.protocol.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values

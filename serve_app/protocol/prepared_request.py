@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from runtime.base.config import ModelInfo
+from runtime.base.types import Request
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.output.response_format import RequestedGrammar
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import Request
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.answers import ChoiceUsage, usage

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from runtime.base.sampling_fields import table_of
+from runtime.base.types import SamplingParams
 from runtime.core.requests import SEED_MASK
 from runtime.output.fields import invalid, shown
 from runtime.output.options import OutputOptions
-from runtime.spec.sampling_fields import table_of
-from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.protocol.dialects import Dialect
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField

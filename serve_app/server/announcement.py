@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from runtime.spec.config import DEFAULT_MODEL
+from runtime.base.config import DEFAULT_MODEL
 from serve_app.settings import ModelSettings
 
 NETWORK_S = 3.0  # for an answer of a hub or a package index

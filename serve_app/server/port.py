@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from actors.ray.haproxy import answer
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes.process_tree import News
 
 _MAX_HEADERS_BYTES = 1 << 16

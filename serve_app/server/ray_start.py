@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.ray import fork_server, haproxy
 from actors.ray.environment import quiet_port, single_machine
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes.process_tree import Parent, children_named, end_children
 from serve_app.server.console import Console
 from serve_app.server.server_settings import APP_NAME, LOG_NAME, ServerSettings, last_line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.ray.process import reported_fault
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes.process_tree import Parent
 from serve_app.server.console import Console
 from serve_app.server.server_settings import APP_NAME, LOG_NAME, ServerSettings, last_line, reachable_host

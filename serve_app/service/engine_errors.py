@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.wire.engine_client import EngineRefusal, Refusal, ServerStopped
+from runtime.base.types import CallboardError, FinishReason, RequestOutput
 from runtime.output.response_format import RequestedGrammar
-from runtime.spec.types import CallboardError, FinishReason, RequestOutput
 from serve_app.protocol.errors import ApiError, unavailable
 
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from runtime.base.types import Grammar
 from runtime.output.fields import invalid
 from runtime.output.response_format import RequestedGrammar
-from runtime.spec.types import Grammar
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from serve_app.protocol.errors import ApiError, api_error

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from runtime.base.types import Request
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta
-from runtime.spec.types import Request
 from serve_app.observability.context import RequestContext
 from serve_app.observability.exposition import exposition
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel

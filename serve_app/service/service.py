@@ -17,13 +17,13 @@ from typing import Any
 
 from actors.wire.engine_client import EngineClient, EngineRefusal
 from runtime.background import in_background
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings

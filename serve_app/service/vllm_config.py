@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.spec.config import NGRAM, EngineConfig, ModelInfo
+from runtime.base.config import NGRAM, EngineConfig, ModelInfo
 
 
 def vllm_config(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from runtime.spec.config import EngineConfig, names_of
+from runtime.base.config import EngineConfig, names_of
 
 if TYPE_CHECKING:
     from runtime.llm import LLM

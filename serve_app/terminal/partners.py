@@ -7,8 +7,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, FinishReason, SamplingParams
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, FinishReason, SamplingParams
 from serve_app.terminal.loading import load
 
 TERMINAL_DEFAULTS = {"temperature": 0.7}  # where neither the user nor the model gives a value

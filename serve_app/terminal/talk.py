@@ -9,7 +9,7 @@ import time
 from contextlib import closing, suppress
 from difflib import get_close_matches
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.terminal.partners import Ending, Partner
 
 _COMMANDS = {

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.background import in_background
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes.application_processes import (
     ROLES,
     Process,

@@ -65,7 +65,7 @@ print(json.dumps({"cut": cut, "rates": rates}))
 # The formats for plain weights, and whether 4-bit weights of a file stay 4-bit.
 _FORMS_PROBE = """
 import json
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from runtime.quant.at_load import GROUPS
 from runtime.quant.model_formats import encodings_at_load
 from runtime.quant.encodings import Integer4

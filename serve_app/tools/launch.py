@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _TIMEOUT_S = 10
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _MOST_FRONTS = 32  # tries to find the front with a request, each on a new connection
 _PATHS = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 _RETRY_S = 0.1  # after an answer with a retryable status, or a refused connection
 _LIMIT_BYTES = 1 << 20  # of a line

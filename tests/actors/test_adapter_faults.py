@@ -14,8 +14,8 @@ from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
+from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable
-from runtime.spec.types import CallboardError
 from tests.support.engine.adapters import MODULES, check, pace, with_adapter
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, live

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from actors.engine.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry
+from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable
-from runtime.spec.types import CallboardError
 
 NAMES, PATHS, FRONTS = ("x", "y"), ("p", "q", "r"), (1, 2)
 MAX_LORAS = 2

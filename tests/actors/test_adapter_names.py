@@ -13,8 +13,8 @@ from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Status
 from actors.wire.metrics import MetricValues
 from runtime.assembly.engine import build_engine
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from tests.support.engine.fake_runner import FakeRunner
 from tests.support.engine.groups import Group
 from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link

@@ -12,9 +12,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
+from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.sources.names import CLOUD_PACKAGES
-from runtime.spec.types import CallboardError
 from tests.support.engine.adapters import MODULES, check, pace, with_adapter
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, live

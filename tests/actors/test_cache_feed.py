@@ -10,11 +10,11 @@ from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import decode_from_engine, encode
 from runtime.assembly.engine import build_engine
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.features.adapter_table import AdapterTable
 from runtime.policy.queue_sizes import QueueSizes
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.fake_runner import EOS, FakeRunner
 from tests.support.engine.state_runner import StateRunner, with_states
 from tests.support.examples import examples

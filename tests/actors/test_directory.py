@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayError
 from actors.ray import directory as directory_module
 from actors.ray.directory import RayDirectory, announce_engine, has_healthy_engine
 from actors.ray.names import living_actors
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from tests.support.engine.links import eventually
 
 _read_again = directory_module._read_again

@@ -8,7 +8,7 @@ import pytest
 from actors.runners import runner_group
 from actors.runners.runner_group import DraftKeeper
 from actors.wire.transport import connect
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from tests.actors.test_runner_group import Call
 
 

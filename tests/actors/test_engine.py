@@ -9,7 +9,7 @@ import pytest
 
 from actors.engine import actor as engine_module
 from actors.engine.actor import EngineActor
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from tests.support.engine.links import eventually
 
 

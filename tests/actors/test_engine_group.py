@@ -12,7 +12,7 @@ from actors.front import link as link_module
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.wire.transport import Address
-from runtime.spec.types import FinishReason, Request, SamplingParams
+from runtime.base.types import FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, check, healthy, info_with, link_closing, live, running
 from tests.support.engine.links import INFO, Engine, eventually, hurry, link_to, read, request

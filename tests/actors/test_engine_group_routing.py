@@ -7,8 +7,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import CallboardError, Request, SamplingParams
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError, Request, SamplingParams
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

@@ -8,8 +8,8 @@ import pytest
 from actors.engine.actor import EngineActor
 from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import Engine, Engines, eventually, read, request
 

@@ -9,8 +9,8 @@ from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Submit, encode
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Grammar, GrammarUpdate
+from runtime.base.config import EngineConfig
+from runtime.base.types import Grammar, GrammarUpdate
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engine.whole import whole_scheduler

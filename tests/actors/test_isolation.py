@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.plan import decode_plan
 from runtime.policy.isolation import MAX_LOSSES, Isolation
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine import links
 from tests.support.engine.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
 from tests.support.engine.links import eventually, link_to, read, request

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.base.types import FinishReason
 from runtime.core.request_state import RequestState
 from runtime.policy.kept_outputs import LIFE_S, MAX_TOKENS, KeptOutputs
-from runtime.spec.types import FinishReason
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group
 from tests.support.engine.links import Engine, eventually, hurry, link_to, read, request

@@ -12,8 +12,8 @@ import pytest
 
 from actors.engine.loop import EngineLoop
 from actors.wire.link_messages import Submit
+from runtime.base.config import EngineConfig
 from runtime.core.plan import StepPlan
-from runtime.spec.config import EngineConfig
 from tests.support.engine.fake_runner import FixedPacing, sequential
 from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engine.whole import replace_extra

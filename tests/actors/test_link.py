@@ -8,8 +8,8 @@ import uvloop
 
 from actors.engine.link_server import Connection
 from actors.wire.engine_client import EngineRefusal, Refusal
+from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.policy.isolation import MAX_LOSSES
-from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import EOS, sequential
 from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link, read, request
 

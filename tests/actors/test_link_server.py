@@ -24,8 +24,8 @@ from actors.wire.link_messages import (
     encode,
 )
 from actors.wire.metrics import MetricValues
+from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.core.requests import requests_of
-from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import Engine, eventually, link_to, only_link, read, request
 

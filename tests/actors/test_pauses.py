@@ -21,7 +21,7 @@ from actors.wire.weight_calls import (
     Start,
     WeightCall,
 )
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.groups import Group, healthy, link_closing, live
 from tests.support.engine.links import Engine, eventually, hurry, link_to, only_link, read, request

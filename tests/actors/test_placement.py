@@ -7,8 +7,8 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.ray.machines import Machines, machines_of
 from actors.ray.placement import bundles, default_fronts, described, device_of, draft_options, has_room, runner_options
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 
 GROUP = PlacementGroup.empty()
 

@@ -2,8 +2,8 @@
 
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.wire.link_messages import Submit
+from runtime.base.types import Request, SamplingParams
 from runtime.policy.queue_sizes import QueueSizes
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler
 

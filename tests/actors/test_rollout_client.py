@@ -17,8 +17,8 @@ from actors.client import engines as client_engines
 from actors.client.engines import OneModelDirectory, RolloutGroup, find_engines
 from actors.client.loop_thread import LoopThread
 from actors.ray import directory
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.requests import choice_seed
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import of_versions, sequential, sequential_scores
 from tests.support.engine.links import INFO, Engine, Engines, hurry
 

@@ -14,7 +14,7 @@ import torch
 
 from actors.client.engines import RolloutGroup
 from actors.wire.engine_client import EngineRefusal, Refusal
-from runtime.spec.types import CallboardError, SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 from tests.actors.test_rollout_client import LONG, PARAMS, connected, expected, until
 from tests.support.engine.links import Engine
 

@@ -9,8 +9,8 @@ import pytest
 
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import CacheUpdate
+from runtime.base.config import ModelInfo
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.config import ModelInfo
 
 INFO = ModelInfo("f", 320, 512, (0,), 100, 4, "none", "none")
 KIND = (INFO.fingerprint, INFO.block_size)

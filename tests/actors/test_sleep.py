@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from actors.wire.engine_client import EngineRefusal, Refusal
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

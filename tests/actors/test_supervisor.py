@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 from actors.engine import supervisor as supervisor_module
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.supervisor import Supervisor
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from tests.support.engine.links import eventually
 
 FIGURES = EngineFigures(0, 0, 0, 1, 0, 1, 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.spec.types import FinishReason, Request, SamplingParams
+from runtime.base.types import FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import sequential, sequential_experts, sequential_scores
 from tests.support.engine.links import INFO, Engine, eventually, link_to
 

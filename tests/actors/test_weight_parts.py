@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from actors.client.weight_sources import parts_of, weight_list, weight_slices
 from actors.runners.weight_parts import StoredTensor, as_tensor, pieces, stored
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import FilesPart
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import FilesPart
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
 

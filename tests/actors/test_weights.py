@@ -9,7 +9,7 @@ import pytest
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, WeightsRefused
 from actors.wire.weight_calls import Discard, Finish, GetState, Pause, Receive, Rename, Resume, Start
-from runtime.spec.types import CallboardError, FinishReason
+from runtime.base.types import CallboardError, FinishReason
 from tests.support.engine.fake_runner import of_versions
 from tests.support.engine.groups import Group, healthy, live
 from tests.support.engine.links import Engine, eventually, hurry, read, request

@@ -8,10 +8,10 @@ import pytest
 from benchmarks.drafts.acceptance import Text, extend, find_matches, tokens_a_round
 from benchmarks.drafts.calibrated_pair import DRAFTS, TARGET, TINY_DRAFT, TINY_TARGET, Pair, calibrate, num_bytes
 from benchmarks.library.make_random_model import write_folder
+from runtime.base.config import EngineConfig
+from runtime.base.types import SamplingParams
 from runtime.llm import LLM
 from runtime.models import load_spec
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import SamplingParams
 from runtime.worker.runner import choose_numerics
 
 NUMERICS = choose_numerics(EngineConfig(device="cpu"))

@@ -6,7 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from runtime.spec.types import FinishReason
+from runtime.base.types import FinishReason
 from tests.support.http.page_browser import ANSWER, ask, is_answered, open_settings
 
 

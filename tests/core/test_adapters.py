@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from runtime.assembly.engine import build_engine
+from runtime.base.types import CallboardError, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import root_hash
 from runtime.features.adapter_table import AdapterTable, is_in_use
-from runtime.spec.types import CallboardError, Request, SamplingParams
 from tests.support.engine.fake_runner import FakeRunner
 from tests.support.engine.sessions import make
 

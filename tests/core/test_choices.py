@@ -5,8 +5,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from runtime.base.types import Request, SamplingParams
 from runtime.core.requests import requests_of
-from runtime.spec.types import Request, SamplingParams
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import ChoiceUsage

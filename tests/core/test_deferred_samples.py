@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import Grammar
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
 from runtime.policy.admission import Admission
-from runtime.spec.types import Grammar
 from tests.support.engine.fake_runner import FakeRunner, FixedShare
 from tests.support.engine.sessions import Session, configs, events
 from tests.support.engine.window_runner import WindowRunner, groups

@@ -1,8 +1,8 @@
 """Requests that are too long for a draft, or for one frame to a draft."""
 
 from runtime.assembly.engine import build_engine
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request, SamplingParams
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import CommitTokens, DraftRequests, DraftTokens, LocalWire, OpenStream
 from runtime.speculation.draft_client import DraftClient

@@ -22,13 +22,13 @@ EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of 
     "routed experts": ("runtime/features/expert_reports.py", "ExpertReports", "INFO"),
     "speculation": ("runtime/speculation/choose_k.py", "Speculation", "Ngram(), 3, (), 0.0"),
 }
-NEEDED = ("runtime/core", "runtime/spec", "runtime/policy", "runtime/features", "runtime/speculation")
+NEEDED = ("runtime/core", "runtime/base", "runtime/policy", "runtime/features", "runtime/speculation")
 ENGINE = """
 import numpy as np
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, Request, SamplingParams
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, Request, SamplingParams
 
 INFO = ModelInfo("f", 50, 64, (0,), 24, 4, "none", "none")
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, pipeline_depth=2)

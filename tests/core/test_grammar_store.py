@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.assembly.engine import build_engine
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.core.plan import MAX_NEW_BYTES
 from runtime.core.request_state import RequestState
 from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key, request_by_key
 from runtime.policy.queue_sizes import QueueSizes
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.speculation.draft import DraftRequests, OpenStream, requests_by_key, whole_requests
 from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, sequential
 

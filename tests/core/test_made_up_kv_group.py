@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import RequestState
 from runtime.policy.admission import Admission
-from runtime.spec.kv_cache_spec import KVCacheSpec
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.fake_runner import FixedShare
 from tests.support.engine.sessions import TURN, Session, configs, histories
 from tests.support.engine.window_runner import WindowRunner, groups

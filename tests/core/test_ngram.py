@@ -10,9 +10,9 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import SamplingParams
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
-from runtime.spec.types import SamplingParams
 from runtime.speculation import ngram
 from runtime.speculation.ngram import OWN_COST, STEP_WORK, TEXT_COST, Ngram
 from tests.support.examples import examples

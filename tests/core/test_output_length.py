@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.types import Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestStatus
 from runtime.policy.admission import Admission
 from runtime.policy.output_length import OutputLengthEstimator
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.policy_simulation import CONTEXT, Clients, Simulation
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler

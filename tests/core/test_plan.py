@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError, Grammar, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
-from runtime.spec.types import CallboardError, Grammar, SamplingParams
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 arrays = st.lists(int32, max_size=20).map(lambda v: np.array(v, np.int32))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.scheduler import Scheduler
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import EOS, VOCAB
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler

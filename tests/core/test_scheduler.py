@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.policy.admission import Admission
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import (
     VOCAB,
     FixedShare,

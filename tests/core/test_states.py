@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.core.states.snapshot_pool import Snapshot, SnapshotPool
 from runtime.policy.admission import Admission
-from runtime.spec.types import CallboardError, SamplingParams
 from tests.support.engine.fake_runner import FixedShare
 from tests.support.engine.sessions import TURN, Session, configs, histories, make
 from tests.support.engine.state_runner import StateRunner, with_states

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
 from runtime.core.plan import StepPlan, StepResult
 from runtime.policy import step_pacing
 from runtime.policy.step_pacing import StepPacing
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.fake_runner import FixedPacing
 from tests.support.engine.whole import whole_scheduler
 

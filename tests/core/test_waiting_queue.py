@@ -5,9 +5,9 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.types import Request, SamplingParams
 from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
+from runtime.base.weight_version import WeightVersion
 from tests.support.engine.fake_runner import EOS, CheckedCore, FakeRunner, check_integrity, of_versions
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=3, max_num_batched_tokens=16)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.cpu.experts.choice import choose_experts, order_choices
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts
 from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
@@ -16,7 +17,6 @@ from runtime.kernels.experts.moe_torch import Experts, Router, route_torch
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.numerics import Numerics
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from tests.cpu_kernels.test_int_product import FORMS, draw_weight
 from tests.support.kernels.compiled import call
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from runtime.kernels.llvm.support import obstacle
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
 
 

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
@@ -20,9 +23,6 @@ from runtime.kernels.attention.rope import (
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.llm import LLM
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.gpu.step_kernels import StepKernels
 from runtime.worker.sources import DummySource
 

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import SamplingParams
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import SamplingParams
 from tests.support.models.runner_driver import Driver, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.kernels.collectives.communicator import OneRank
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec
 from tests.models.test_divided_decoder import SPECS, rank_logits
 from tests.support.ranks.lockstep_ranks import LockstepGroup
 

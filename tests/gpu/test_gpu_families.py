@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.assembly.runner import build_runner
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from runtime.worker.sources import DummySource
 from tests.support.models.family_cases import CASES, LIKE_OTHERS, SPECS, spec_of
 from tests.support.models.family_steps import logits_of

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
 from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -15,7 +16,6 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a
 from runtime.kernels.quantized.quantized_linear import Fp8Linear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.quant.encodings import ENCODINGS
-from runtime.spec.decoder_spec import ExpertsSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1000, 1168)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_triton
@@ -14,7 +15,6 @@ from runtime.kernels.attention.latent_store import latent_store_triton
 from runtime.kernels.attention.latent_torch import LatentUp, latent_store_torch
 from runtime.kernels.attention.paged_attention import PagedBatch, paged_attention_torch
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
-from runtime.spec.decoder_spec import RopeSpec
 from tests.support.kernels.attention_cases import rows_of
 from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
 from tests.support.models.family_steps import logits_of

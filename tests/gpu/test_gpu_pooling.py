@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
-from runtime.spec.types import Request, SamplingParams
 from tests.gpu.test_gpu_prefill_graphs import SPECS, VOCAB
 from tests.support.models.runner_driver import tiny_runner
 

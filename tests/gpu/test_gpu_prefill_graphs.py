@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import SamplingParams
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from tests.support.models.family_cases import spec_of as family_spec_of
 from tests.support.models.runner_driver import Driver, tiny_runner

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.base.config import EngineConfig
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
@@ -18,7 +19,6 @@ from runtime.quant.products import products_of
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
-from runtime.spec.config import EngineConfig
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
 from tests.support.models.plain_products import PLAIN

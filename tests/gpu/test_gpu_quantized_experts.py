@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
@@ -15,7 +16,6 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.quantized.quantized_weight import dequantize_torch, quantized_weight
-from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

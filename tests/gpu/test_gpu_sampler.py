@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.gumbel import noise_bits, noise_keys
 from runtime.kernels.sampling.sample import (
@@ -18,7 +19,6 @@ from runtime.kernels.sampling.sample import (
 )
 from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
-from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler

@@ -9,11 +9,11 @@ import torch
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError, Request, SamplingParams
 from runtime.worker.sources import DummySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

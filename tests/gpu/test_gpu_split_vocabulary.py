@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import NUM_PARAMS
-from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.ranks.split_logits import SplitLogits

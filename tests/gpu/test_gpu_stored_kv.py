@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
@@ -14,7 +15,6 @@ from runtime.kernels.attention.rope import (
     rope_table,
 )
 from runtime.kernels.attention.stored_kv import dequantize_kv
-from runtime.spec.decoder_spec import RopeSpec
 from tests.support.kernels.attention_cases import check, encoded, every_fp8, paged_case, rows_of, sinks_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

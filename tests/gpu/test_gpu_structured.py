@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import FinishReason, Grammar
 from runtime.kernels.sampling import automata, bitmask, sample
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import FinishReason, Grammar
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import BroadcastPart, GroupInfo, IpcPart
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import BroadcastPart, GroupInfo, IpcPart
 from runtime.updates.transports import nccl
 from runtime.updates.transports.ipc import IpcReceiver
 from runtime.updates.transports.nccl import NcclReceiver

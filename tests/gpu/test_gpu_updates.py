@@ -9,12 +9,12 @@ import torch
 from benchmarks.library.make_random_model import write_folder
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request, SamplingParams
+from runtime.base.weight_parts import ArraysPart, FilesPart
 from runtime.core.executor import InProcess
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request, SamplingParams
-from runtime.spec.weight_parts import ArraysPart, FilesPart
 from runtime.updates.in_place import tensors_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import Grammar
 from runtime.output.call_grammar import with_calls
 from runtime.output.tools import Tool
-from runtime.spec.types import Grammar
 from runtime.structured.grammar import compiled
 from runtime.text.tool_calls import FORMATS, ForcedCall
 from tests.support.structured.cases import fits

@@ -8,6 +8,8 @@ from benchmarks.library.channel_model import Turn, harmony_tokenizer, read_turn,
 from benchmarks.serving.channel_answers import KINDS, check
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Grammar, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
@@ -15,8 +17,6 @@ from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import read_options
 from runtime.output.options import ChatOptions
 from runtime.policy.admission import Admission
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Grammar, Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.ngram import Ngram
 from runtime.structured.grammar import compiled

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from runtime.base.types import FinishReason, Grammar
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features import grammar_state
-from runtime.spec.types import FinishReason, Grammar
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.spec.types import GrammarSpec
+from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from tests.support.structured.cases import fits

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from runtime.spec.types import Grammar, GrammarSpec
+from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured import compiler
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError

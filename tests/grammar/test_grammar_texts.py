@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.spec.types import Grammar, GrammarSpec
+from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from runtime.structured.readers.lark import in_json_string, read_lark

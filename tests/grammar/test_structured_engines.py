@@ -17,8 +17,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError, GrammarSpec
 from runtime.child import Child, ChildPool, Overrun
-from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build

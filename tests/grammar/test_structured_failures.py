@@ -7,8 +7,8 @@ import llguidance
 import numpy as np
 import pytest
 
+from runtime.base.types import CallboardError, FinishReason
 from runtime.core.engine import EngineCore
-from runtime.spec.types import CallboardError, FinishReason
 from runtime.structured.matching import lazy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher

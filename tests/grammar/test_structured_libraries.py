@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.spec.types import GrammarSpec
+from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from tests.support.structured.cases import fits
 from tests.support.structured.library_schemas import SCHEMAS

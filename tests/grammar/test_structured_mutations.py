@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.spec.types import GrammarSpec
+from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError

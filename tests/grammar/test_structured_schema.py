@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, Field
 
-from runtime.spec.types import GrammarSpec
+from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import MAX_STATES, EagerMatcher, build
 from runtime.structured.matching.vocabulary import BYTES

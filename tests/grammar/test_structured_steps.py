@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from runtime.base.types import FinishReason, Grammar, GrammarSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features.device_automata import DeviceAutomata
 from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
 from runtime.policy.admission import Admission
-from runtime.spec.types import FinishReason, Grammar, GrammarSpec
 from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram

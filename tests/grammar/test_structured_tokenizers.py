@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import Grammar, GrammarSpec
+from runtime.base.config import ModelInfo
+from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine

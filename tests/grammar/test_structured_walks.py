@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
-from runtime.spec.types import Grammar, GrammarSpec
+from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine

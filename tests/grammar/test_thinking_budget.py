@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine, extras_of
+from runtime.base.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
 from runtime.core.executor import InProcess
-from runtime.spec.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
 from runtime.speculation.draft import DraftCore, LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.structured.grammar import compiled

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from runtime.base.types import GrammarSpec
 from runtime.output.call_grammar import with_calls
 from runtime.output.channel_grammar import channel_grammar
 from runtime.output.fields import read_options
 from runtime.output.options import ChatOptions
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import Tool
-from runtime.spec.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES, SPECIAL_BYTES

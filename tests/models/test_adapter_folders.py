@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.library.make_adapter import save_adapter
+from runtime.base.types import CallboardError
 from runtime.features.adapter_weights import _matrices
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.adapter_patterns import Patterns
-from runtime.spec.types import CallboardError
 from tests.support.cpu_time import reference_s
 
 MODULE = "model.layers.0.self_attn.q_proj"

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
+from runtime.base.types import CallboardError
 from runtime.loading.adapter_files import read_adapter
-from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import save_model
 from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from runtime.base.types import SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.thorough]
 MODEL = "CALLBOARD_CODER_MODEL"

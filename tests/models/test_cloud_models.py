@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.loading.sources import cloud
 from runtime.loading.sources.names import CLOUD_PACKAGES, CloudName, HubName, absolute, parse
 from runtime.loading.sources.stored import stored_models
 from runtime.output.fields import FieldError
-from runtime.spec.types import CallboardError
 from serve_app.apis.management.allowed_folder import path_within
 
 MODEL = "memory://bucket/llama"

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.loading.sources import download
-from runtime.spec.types import CallboardError
 
 WHOLE = b"GGUF" + bytes(range(250)) * 200
 STORED = 1000  # bytes from an earlier, interrupted transfer

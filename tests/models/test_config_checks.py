@@ -7,10 +7,10 @@ import struct
 import pytest
 import torch
 
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.spec.types import CallboardError, SamplingParams
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,

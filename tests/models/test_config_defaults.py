@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from runtime.base.types import CallboardError
 from runtime.loading.folder import folder_eos_token_ids
 from runtime.models import FAMILIES, families, load_spec
 from runtime.models.families.defaults import DEFAULTS
-from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import CASES, config_of, random_model
 from tests.support.models.runner_driver import Driver, open_runner
 

@@ -6,13 +6,13 @@ import pytest
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.kernels.llvm.support import obstacle
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

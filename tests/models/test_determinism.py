@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.types import SamplingParams
 from runtime.kernels.llvm.support import obstacle
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.runner_driver import TINY, Driver, tiny_runner

@@ -8,6 +8,13 @@ import pytest
 import torch
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import parts_of
+from runtime.base.types import CallboardError
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
@@ -23,13 +30,6 @@ from runtime.models.weight_map import WeightMap
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
 from runtime.quant.scheme import QuantizationScheme
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import parts_of
-from runtime.spec.types import CallboardError
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from runtime.worker.state_cache import StateCache

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.base.model.kv_cache_spec import CHUNK
+from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
 from runtime.models.families.llama import WEIGHT_MAP as LLAMA
 from runtime.models.weight_map import WeightMap
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
-from runtime.spec.kv_cache_spec import CHUNK
-from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

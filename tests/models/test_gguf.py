@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from tests.support.cpu_time import reference_s
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.mixer_spec import DeltaRuleSpec
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
-from runtime.spec.config import EngineConfig
-from runtime.spec.mixer_spec import DeltaRuleSpec
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.gguf_export import export, with_stacked_experts
 from tests.support.models.gguf_models import DELTA, LONGROPE, MODELS, SMALL

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.models import load_spec
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 from tests.models.test_gguf_architectures import export_model
 from tests.support.models.gguf_models import MODELS
 

@@ -11,6 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import RopeSpec
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
@@ -22,11 +27,6 @@ from runtime.models.published import PUBLISHED
 from runtime.models.weights import draw, locate_parameters, read_from
 from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.quantized_formats import InterleavedFormat
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import RopeSpec
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from runtime.worker.memory import plan_memory
 from tests.support.models.family_cases import CONTEXT, save_model, spec_of
 from tests.support.models.gguf_export import export

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.base.config import EngineConfig
 from runtime.inspection import model_report
 from runtime.loading import checkpoint
-from runtime.spec.config import EngineConfig
 from runtime.text.tokenizer import Tokenizer
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS

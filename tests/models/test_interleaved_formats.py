@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, dequantize_interleaved
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
@@ -21,8 +23,6 @@ from runtime.quant.products import LlvmProducts
 from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from tests.models.test_quantized_gguf import Blocks, random_blocks
 from tests.support.models.gguf_export import export
 from tests.support.models.hybrid_engine import SHAPES

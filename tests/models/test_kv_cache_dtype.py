@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.core.prefix_cache import root_hash
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.quantized import FORMATS

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.shard import Shard
+from runtime.base.types import CallboardError
 from runtime.kernels.attention import latent_torch
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.latent_torch import latent_attention_exact, latent_attention_torch, latent_up
@@ -14,9 +17,6 @@ from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant.model_formats import check_products
-from runtime.spec.config import EngineConfig
-from runtime.spec.shard import Shard
-from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import spec_of
 
 RANK, ROPE, NOPE, VALUE, HEADS = 20, 6, 12, 10, 5

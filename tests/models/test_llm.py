@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
+from runtime.base.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
 from runtime.policy.admission import Admission
-from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.structured.grammar import grammar_of
 from tests.support.engine.fake_runner import FixedShare
 from tests.support.models.tiny_gguf import TINY_TOKENS

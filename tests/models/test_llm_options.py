@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.text.tool_calls import CallDelta
 from tests.support.http.chats import ARGUMENTS, CALL, LLAMA, QWEN, THINKING, TIME_CALL, TOOLS
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from runtime.assembly.engine import build_engine
+from runtime.base.types import CallboardError, FinishReason, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
-from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from tests.support.models.scored_engine import family_runner
 
 SMALL = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 400}

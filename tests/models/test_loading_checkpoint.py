@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.folder import folder_eos_token_ids, weight_files
 from runtime.models import load_spec
-from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn]

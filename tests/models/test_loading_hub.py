@@ -40,7 +40,7 @@ def hub() -> Iterator[FakeHub]:
 
 _LOAD = """
 import json, sys
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
 
 def load(model, revision=None, weights=True):

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from runtime.base.types import CallboardError
 from runtime.loading import resolve as module
 from runtime.loading.resolve import resolve
-from runtime.spec.types import CallboardError
 from tests.support.cpu_time import reference_s
 
 _GGUF = b"GGUF" + bytes(range(256)) * 40
@@ -318,7 +318,7 @@ def test_other_files_and_pickles_are_refused(tmp_path):
 
 _HUB = """
 import json, sys
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
 try:
     print(json.dumps(str(resolve(*json.loads(sys.argv[1])))))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import cache_folder, resolve
 from runtime.loading.sources import download
 from runtime.loading.sources.gguf_choice import choose, gguf_models
@@ -21,7 +22,6 @@ from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
 from runtime.loading.sources.short_names import SHORT_NAMES, near_name
 from runtime.loading.sources.stored import stored_model
-from runtime.spec.types import CallboardError
 from tests.support.models.fake_hub import FakeHub
 
 SHA = "c" * 40

@@ -16,6 +16,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP, Lfm2MoeSparseMoeBlock
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import Part, parts_of
+from runtime.base.types import CallboardError
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
@@ -25,11 +30,6 @@ from runtime.models.families.qwen import MOE_WEIGHT_MAP
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import read_from
 from runtime.quant.weight_format import DENSE
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import Part, parts_of
-from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import GLM, QWEN_MOE, write

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runtime.base.model.decoder_spec import RopeSpec
+from runtime.base.types import CallboardError
 from runtime.models import load_spec
-from runtime.spec.decoder_spec import RopeSpec
-from runtime.spec.types import CallboardError
 from tests.support.models.runner_driver import Driver, open_runner
 
 BASE = {

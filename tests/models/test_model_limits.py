@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler
 from tests.support.http.fake_engine import FakeEngine, chat, post

@@ -14,15 +14,15 @@ import transformers
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
 from runtime.loading.pooling import read_pooling
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import embedding, score
 from runtime.policy.admission import Admission
-from runtime.spec.config import EngineConfig
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

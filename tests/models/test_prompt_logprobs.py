@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.policy.admission import Admission
-from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import EOS, FixedShare, sequential, sequential_scores
 from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link, request
 from tests.support.engine.sessions import Session

@@ -13,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.inspection import check_model, model_report
 from runtime.llm import LLM
 from runtime.models import load_spec
@@ -24,9 +27,6 @@ from runtime.quant.model_formats import LAYOUTS, weight_bytes, weight_formats
 from runtime.quant.report import weight_report
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
-from runtime.spec.config import EngineConfig
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.base.types import CallboardError
 from runtime.loading.folder import model_config
 from runtime.models import load_spec
 from runtime.quant import METHODS
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
-from runtime.spec.types import CallboardError
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LLAMA, write
 from tests.support.models.quantized_tensors import layout_of, numerics, source_of

@@ -10,6 +10,8 @@ from gguf import quants
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
@@ -18,8 +20,6 @@ from runtime.quant.model_formats import LAYOUTS, weight_formats
 from runtime.quant.parsers import parse_gguf
 from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.quant.weight_format import Location
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from tests.support.models.gguf_export import export
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized_models import logits

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.quant.weight_format import Location
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_tensors import equal, layout_of, numerics, random_weight, source_of

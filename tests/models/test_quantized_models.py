@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import SamplingParams
 from runtime.inspection import model_report
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.quantized_formats import DequantizedFormat
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS

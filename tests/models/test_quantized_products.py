@@ -8,6 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.types import CallboardError
 from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
@@ -16,9 +19,6 @@ from runtime.quant.encodings import ENCODINGS
 from runtime.quant.model_formats import dequantized_copy_bytes
 from runtime.quant.products import TritonProducts, products_of
 from runtime.quant.scheme import QuantizationScheme
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
 from tests.support.models.runner_driver import tiny_runner
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
+from runtime.base.types import SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.shard import Shard
+from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
@@ -13,9 +16,6 @@ from runtime.features.expert_recorder import ExpertRecorder
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.llvm.support import obstacle
 from runtime.models.decoder_build import draw_decoder
-from runtime.spec.config import EngineConfig
-from runtime.spec.shard import Shard
-from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.worker.extras import StepWork
 from runtime.worker.runner import ModelRunner, choose_numerics
 from tests.models.test_divided_decoder import SPECS

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.models.runner_driver import TINY

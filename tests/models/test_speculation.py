@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.policy.admission import Admission
-from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation
 from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient

@@ -5,10 +5,10 @@ from unittest import mock
 
 import numpy as np
 
+from runtime.base.model.shard import Shard
+from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
-from runtime.spec.shard import Shard
-from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.ranks.split_runners import SplitRunner

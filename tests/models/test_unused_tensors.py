@@ -8,10 +8,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models.checkpoint_model import UnusedTensors, checkpoint_model, unused_tensors
 from runtime.models.weights import locate_parameters
-from runtime.spec.types import CallboardError
 from tests.models.test_gguf_architectures import export_model
 from tests.support.models.family_cases import save_model
 from tests.support.models.runner_driver import Driver, open_runner

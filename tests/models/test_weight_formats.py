@@ -11,6 +11,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.shard import Shard
+from runtime.base.model.sharding import Sharding, parts_of, sharding_of
+from runtime.base.types import CallboardError
 from runtime.inspection import model_report
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
@@ -24,11 +29,6 @@ from runtime.quant.encodings import ENCODINGS, Encoding, Integer8
 from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Weight
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.shard import Shard
-from runtime.spec.sharding import Sharding, parts_of, sharding_of
-from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PlainProducts
 from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner

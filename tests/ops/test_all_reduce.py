@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.spec.types import CallboardError
 from runtime.worker.ranks.shared_memory import SharedMemory
 from tests.support.ranks.rank_threads import on_ranks
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.kernels.attention.rope import rope_table
 from runtime.kernels.experts.moe_torch import route_torch
 from runtime.kernels.linear import linear_torch as linear
@@ -21,7 +22,6 @@ from runtime.kernels.norm.layer_norm import layer_norm_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sampling.logprobs import token_logprobs
-from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

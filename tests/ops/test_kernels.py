@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.attention_torch import (
     AttentionShape,
     attention_exact,
@@ -24,7 +25,6 @@ from runtime.kernels.attention.rope import rope_rows_torch, rope_store_kv_torch,
 from runtime.kernels.linear.linear_torch import can_pack, cpu_product
 from runtime.kernels.norm.gated_activation import gated_activation_exact, gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.spec.decoder_spec import RopeSpec
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.sampling_fields import CAPTURED_PASS, SECOND_PASS, Effect, sampling, table_of
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.core import plan
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.kernels.sampling.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
-from runtime.spec.sampling_fields import CAPTURED_PASS, SECOND_PASS, Effect, sampling, table_of
-from runtime.spec.types import CallboardError, SamplingParams
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import Grammar, SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.ranks.split_logits import SplitLogits

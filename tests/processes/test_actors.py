@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from serve_app.processes.application_processes import processes_of
 from tests.support.processes.server import NUM_TOKENS, Server, wait_for

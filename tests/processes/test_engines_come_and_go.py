@@ -19,8 +19,8 @@ import openai
 import pytest
 
 from actors.ray.placement import FRONT_CPUS
+from runtime.base.types import SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import SamplingParams
 from tests.support.models.tiny_gguf import write_tiny_gguf
 
 MODEL = "tiny"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # The test writes the body of `work`, which leaves its parent an orphan in a session of its own.
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.processes import process_tree
 from serve_app.processes.process_tree import run
 

@@ -9,11 +9,11 @@ import torch
 
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError, Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.quant.model_formats import weight_bytes
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError, Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL

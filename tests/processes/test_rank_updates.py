@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from runtime.assembly.engine import build_engine
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, Request, SamplingParams
+from runtime.base.weight_parts import ArraysPart
 from runtime.core.executor import InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, Request, SamplingParams
-from runtime.spec.weight_parts import ArraysPart
 from tests.support.models.weight_updates import changed, tensors_in, write_changed, write_tiny
 from tests.support.ranks.rank_processes import RankedRunner, RankProcesses, rank_processes
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.types import SamplingParams
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
-from runtime.spec.types import SamplingParams
 from runtime.worker.ranks.shared_memory import SharedMemory
 from tests.ops.test_split_vocabulary import equal, sampled
 from tests.support.ranks.communicator_processes import answer_of, communicator_processes

@@ -14,8 +14,8 @@ from actors.client.engines import RolloutGroup
 from actors.client.loop_thread import LoopThread
 from actors.ray.directory import RayDirectory
 from benchmarks.library.make_random_model import write_folder
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
-from runtime.spec.types import CallboardError, SamplingParams
 from tests.support.processes.server import Server
 
 CONFIG = {

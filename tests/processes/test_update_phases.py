@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from actors.client import weight_list
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.weight_calls import ActorPart, Finish, GetState, Receive, Start
+from runtime.base.types import Request, SamplingParams
+from runtime.base.weight_parts import FilesPart, TensorInfo
 from runtime.llm import LLM
-from runtime.spec.types import Request, SamplingParams
-from runtime.spec.weight_parts import FilesPart, TensorInfo
 from serve_app.processes.application_processes import processes_of
 from tests.support.models.divisible_model import write_divisible_model
 from tests.support.processes.fault_cells import has_ended

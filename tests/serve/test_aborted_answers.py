@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import FinishReason
+from runtime.base.pooling import Pooling
+from runtime.base.types import FinishReason
 from tests.support.http.chats import THINKING
 from tests.support.http.fake_engine import (
     MODEL,

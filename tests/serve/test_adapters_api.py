@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.library.make_adapter import save_adapter
 from callboard.app import AppArgs, build_app
+from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable
-from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

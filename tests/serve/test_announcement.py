@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from serve_app.server.announcement import NextStep, announcement
 from serve_app.settings import ModelSettings, ScalingSettings
 

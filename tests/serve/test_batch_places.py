@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import FinishReason
+from runtime.base.pooling import Pooling
+from runtime.base.types import FinishReason
 from serve_app.apis.batches import worker as batches_module
 from serve_app.apis.batches.places import Places
 from serve_app.apis.batches.worker import _is_aborted

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app import cli
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import distribution, figures

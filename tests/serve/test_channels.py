@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.library.channel_model import harmony_tokenizer, problem_of, read_turn
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import FinishReason, Request
+from runtime.base.config import ModelInfo
+from runtime.base.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import Vocabulary
 from tests.support.http.fake_engine import MODEL, FakeEngine, client_of, events_of

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app import cli
 from serve_app.processes import application_processes as processes
 from serve_app.processes.application_processes import (

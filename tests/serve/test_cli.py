@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from ray.exceptions import RayError
 
 from actors.ray.process import reported_fault
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from serve_app import cli
 from serve_app.command_line.flags import engine_config, http_settings
 from serve_app.server.port import reserved_port
@@ -167,7 +167,7 @@ def test_a_front_that_cannot_start_shows_its_last_line(capfd):
 def test_a_front_that_fails_later_shows_its_error_and_log(tmp_path: Path):
     code = """
 from actors.ray.process import report_faults
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 with report_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.spec.config import EngineConfig
+from runtime.base.config import EngineConfig
 from serve_app import cli
 from serve_app.command_line import gpu
 from serve_app.command_line.flags import client_key, engine_config, http_settings
@@ -414,7 +414,7 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("module", ["callboard.__main__", "serve_app.cli", "runtime.spec", "argparse"])
+@pytest.mark.parametrize("module", ["callboard.__main__", "serve_app.cli", "runtime.base", "argparse"])
 @pytest.mark.parametrize("is_script", [True, False])
 def test_ctrl_c_at_any_import_is_one_line(module: str, is_script: bool, tmp_path: Path):
     """A finder sends the signal when the command, in a process of its own, imports the module."""

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from runtime.spec.types import Request
+from runtime.base.types import Request
 from tests.support.http.fake_engine import EOS, FakeEngine, assert_error, chat, events_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}

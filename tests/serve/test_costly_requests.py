@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from actors.ray.process import freeze_garbage
+from runtime.base.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
-from runtime.spec.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler
 from runtime.worker.cpu.sampler import Sampler
 from serve_app.apis.management.tokenization import MAX_IDS

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import httpx
 
+from runtime.base.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, names_of
+from runtime.base.types import SamplingParams
 from runtime.inspection import model_report
 from runtime.llm import LLM
-from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, names_of
-from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import RECOMMENDED, SamplingDefaults
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

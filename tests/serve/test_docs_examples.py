@@ -25,8 +25,8 @@ import httpx2
 import openai
 import pytest
 
-from runtime.spec.pooling import Pooling
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.pooling import Pooling
+from runtime.base.weight_version import WeightVersion
 from runtime.structured.compiler import GrammarCompiler
 from serve_app import cli
 from serve_app.apis.batches import worker as batches_worker

@@ -11,7 +11,7 @@ import openai
 import pytest
 import uvicorn
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.application import build_http_app
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.base.pooling import Pooling
 from runtime.output.processor import Delta
-from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.fill_in_middle import of_other_files
 from serve_app.apis.llama_cpp.line_limits import LineLimits

@@ -8,7 +8,7 @@ import httpx
 import httpx2
 import pytest
 
-from runtime.spec.types import FinishReason
+from runtime.base.types import FinishReason
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
+from runtime.base.types import Request, SamplingParams
 from runtime.policy.admission import Admission
-from runtime.spec.types import Request, SamplingParams
 from serve_app.observability import ray_metrics as ray_metrics_module
 from serve_app.observability.context import ChoiceStats
 from serve_app.observability.ray_metrics import RayMetrics

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.engine_client import EngineRefusal, Idleness, Refusal
 from actors.wire.metrics import MetricValues, Snapshot
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from runtime.output.fields import FieldError
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
 from serve_app.application import build_http_app
 from serve_app.durations import Duration
 from serve_app.service.models import Models

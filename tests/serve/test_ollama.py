@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.spec.types import FinishReason
+from runtime.base.types import FinishReason
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

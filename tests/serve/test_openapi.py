@@ -8,8 +8,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from starlette.routing import Route
 
-from runtime.spec.pooling import Pooling
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.pooling import Pooling
+from runtime.base.weight_version import WeightVersion
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.application import build_http_app
 from serve_app.processes import application_processes as processes

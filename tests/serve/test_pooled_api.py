@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
+from runtime.base.pooling import Pooling
 from runtime.output import score_prompt
 from runtime.output.score_prompt import DEFAULT_INSTRUCTION, PairPrompter
-from runtime.spec.pooling import Pooling
 from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post
 
 EMBEDS, CUTS = Pooling("last", normalized=True), Pooling("last", normalized=True, cuts_dimensions=True)

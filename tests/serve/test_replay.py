@@ -12,8 +12,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from runtime.base.types import CallboardError, Request
 from runtime.output.processor import Delta
-from runtime.spec.types import CallboardError, Request
 from serve_app import cli
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.application import build_http_app

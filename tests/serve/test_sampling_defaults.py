@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.inspection import model_report
 from runtime.llm import LLM
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app import cli

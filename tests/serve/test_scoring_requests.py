@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from runtime.spec.types import CallboardError, SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.support.http.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
 

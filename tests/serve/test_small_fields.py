@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from runtime.spec.types import ThinkingBudget
+from runtime.base.types import ThinkingBudget
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app

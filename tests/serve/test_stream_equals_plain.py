@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
+from runtime.base.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.output.processor import Delta
-from runtime.spec.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from actors.wire.link_messages import Submit, decode_from_front, encode
-from runtime.spec.types import Grammar
+from runtime.base.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

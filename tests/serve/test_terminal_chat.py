@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from runtime.spec.types import CallboardError, FinishReason
+from runtime.base.types import CallboardError, FinishReason
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

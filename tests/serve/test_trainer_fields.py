@@ -6,8 +6,8 @@ import io
 import numpy as np
 import pytest
 
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.output.processor import OutputProcessor
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 from tests.support.http.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, events_of, post
 

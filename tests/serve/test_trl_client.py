@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 
 from actors.wire.weight_calls import Connect, Finish, GetState, Pause, Receive, Resume, Start
-from runtime.spec.config import EngineConfig
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.config import EngineConfig
+from runtime.base.weight_version import WeightVersion
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

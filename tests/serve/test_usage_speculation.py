@@ -11,9 +11,9 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from actors.front.engine_group import EngineGroup
+from runtime.base.types import RequestOutput
 from runtime.core.executor import InProcess
 from runtime.policy.admission import Admission
-from runtime.spec.types import RequestOutput
 from runtime.speculation.choose_k import Speculation
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

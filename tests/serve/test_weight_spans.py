@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.types import FinishReason, Request, RequestOutput, SamplingParams
+from runtime.base.weight_version import WeightVersion
 from runtime.output.processor import OutputProcessor
-from runtime.spec.types import FinishReason, Request, RequestOutput, SamplingParams
-from runtime.spec.weight_version import WeightVersion
 from tests.support.http.chats import CALL, QWEN, TOOLS, send
 from tests.support.http.fake_engine import (
     FakeEngine,

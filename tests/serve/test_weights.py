@@ -11,8 +11,8 @@ import pytest
 
 from actors.wire.engine_client import WeightsRefused
 from actors.wire.weight_calls import Connect, Discard, Finish, Pause, Receive, Start, WeightCall, WeightState
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.types import CallboardError
+from runtime.base.weight_version import WeightVersion
 from serve_app import cli
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from tests.support.engine.links import eventually
 from tests.support.http.serving import serving
 

@@ -9,8 +9,8 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from runtime.base.types import CallboardError
 from runtime.output.tools import Tool
-from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, HERMES, LLAMA3

@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from runtime.base.pooling import Pooling
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.options import ChatOptions
 from runtime.output.score_prompt import PairPrompter, encoder_of
-from runtime.spec.pooling import Pooling
 from runtime.text.chat import ChatTemplate
 from runtime.text.control_tokens import _ANSWER_MARKS
 from runtime.text.tokenizer import Tokenizer

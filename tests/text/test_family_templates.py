@@ -7,7 +7,7 @@ import jinja2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import GENERIC, HERMES, LLAMA3
 from runtime.text.tool_calls.generic import with_tools_as_text, with_tools_of_system, with_written_calls

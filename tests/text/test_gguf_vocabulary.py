@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
 CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.txt").read_text("utf-8").splitlines()

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from runtime.base.config import ModelInfo
 from runtime.output.chat_prompt import ChatPrompt, ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.message_parser import MessageParser
 from runtime.output.options import ChatOptions
-from runtime.spec.config import ModelInfo
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import Vocabulary

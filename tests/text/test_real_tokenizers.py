@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from runtime.base.types import CallboardError
 from runtime.loading.resolve import download_wheels
-from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -5,7 +5,7 @@ import time
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text import chat, sandbox
 from runtime.text.chat import ChatTemplate
 from tests.support.cpu_time import reference_s

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text import chat
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
+from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile
-from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
 from runtime.output.message_parser import MessageFormat, MessageParser
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, ForcedCall
 from tests.support import native_calls

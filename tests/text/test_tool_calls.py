@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.spec.tool_formats import TOOL_FORMATS
+from runtime.base.tool_formats import TOOL_FORMATS
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
 from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s

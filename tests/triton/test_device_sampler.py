@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.types import Grammar, SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
-from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from tests.support.kernels import device_sampler_cases, drawn_logprob_cases, split_sampler_cases

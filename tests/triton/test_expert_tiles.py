@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import RoutedExperts
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.kernels.triton_engine import replayed_graphs

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_few_w16a16 import FewTiles, summed_columns
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
@@ -17,7 +18,6 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.routing_cases import distinct_logits, router_of, specs
 
 ERRORS = {torch.float32: 5e-6, torch.float16: 5e-3}

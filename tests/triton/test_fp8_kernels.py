@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.linear.linear_torch import Linear
@@ -17,7 +18,6 @@ from runtime.kernels.quantized.quantized_linear import Fp8Linear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
 from runtime.quant.encodings import ENCODINGS, LARGEST_E4M3, SMALLEST_SCALE
-from runtime.spec.decoder_spec import ExpertsSpec
 
 ROWS, SIZE = 21, 272
 OPERATIONS = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from tests.support.kernels.triton_engine import SPEC, run
 
 pytestmark = pytest.mark.usefixtures("wide_products")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.base.pooling import Pooling
+from runtime.base.types import SamplingParams
 from runtime.features.pooler import Pooler
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.experts.moe_wna16_words import rounded_scales
@@ -17,7 +18,6 @@ from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
-from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
 from tests.support.kernels.routing_cases import distinct_logits, router_of, specs
 

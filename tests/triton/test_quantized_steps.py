@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.quantized.launch_configs import Wna16SkinnyConfig
 from runtime.quant.checkpoint_layouts import OneByOne
 from runtime.quant.model_formats import LAYOUTS
 from runtime.quant.products import products_of
 from runtime.quant.scheme import QuantizationScheme
-from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.triton_engine import SPEC
 from tests.support.models.plain_products import PLAIN
 from tests.triton.test_family_steps import logits

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import RoutedExperts
 from runtime.kernels.experts.moe_torch import Router, route_torch
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.rms_norm import rms_norm_triton
-from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.routing_cases import distinct_logits, router_of, specs
 
 LOGITS = Linear(torch.abs, rms_norm_triton, torch.abs)  # never called

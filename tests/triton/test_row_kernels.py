@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
@@ -14,7 +15,6 @@ from runtime.kernels.attention.rope import (
 from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_in_place_triton, rms_norm_torch, rms_norm_triton
-from runtime.spec.decoder_spec import RopeSpec
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 

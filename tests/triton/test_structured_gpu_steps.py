@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from runtime.spec.types import FinishReason, Grammar, SamplingParams
+from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.step_rows import MixedShape

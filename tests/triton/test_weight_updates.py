@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.spec.weight_parts import ArraysPart
+from runtime.base.weight_parts import ArraysPart
 from runtime.updates.in_place import tensors_of
 from runtime.worker.runner import ModelRunner
 from tests.support.models import quantized_models

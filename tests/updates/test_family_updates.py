@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.spec.weight_parts import ArraysPart
+from runtime.base.weight_parts import ArraysPart
 from tests.support.models.family_cases import CASES, save_model, spec_of
 from tests.support.models.runner_driver import open_runner, tiny_runner
 from tests.support.models.weight_updates import (

@@ -11,10 +11,10 @@ import transformers
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import Request, SamplingParams
+from runtime.base.weight_parts import ArraysPart
 from runtime.core.executor import InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import Request, SamplingParams
-from runtime.spec.weight_parts import ArraysPart
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.family_cases import save_model

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.updates.in_place import InPlace, tensors_of
 
 

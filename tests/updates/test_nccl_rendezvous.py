@@ -16,8 +16,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import BroadcastPart, GroupInfo, TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import BroadcastPart, GroupInfo, TensorInfo
 from runtime.updates import sending
 from runtime.updates.tensor_infos import num_bytes
 from runtime.updates.transports import nccl, rendezvous

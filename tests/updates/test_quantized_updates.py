@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart
 from runtime.quant.model_formats import encodings_on_device
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart
 from tests.support.models import quantized_models
 from tests.support.models.gguf_export import export
 from tests.support.models.quantized import FORMATS

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.base.config import EngineConfig
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart, BroadcastPart, FilesPart, GroupInfo, IpcPart, PullPart, TensorInfo
 from runtime.kernels.numerics import Numerics
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart, BroadcastPart, FilesPart, GroupInfo, IpcPart, PullPart, TensorInfo
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import ModelRunner
 from tests.support.models.family_cases import save_model, spec_of

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.spec.shard import Shard
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.model.shard import Shard
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart
+from runtime.base.weight_version import WeightVersion
 from runtime.updates.slice_files import read_slices
 from runtime.updates.slices import Slice, SliceSet
 from runtime.updates.store import WeightStore

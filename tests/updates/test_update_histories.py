@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 )
 from hypothesis.strategies import integers, sampled_from, sets
 
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart
 from runtime.kernels.collectives.communicator import OneRank
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart
 from runtime.updates.in_place import tensors_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import BroadcastPart, FilesPart, GroupInfo, IpcPart, TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import BroadcastPart, FilesPart, GroupInfo, IpcPart, TensorInfo
 from runtime.updates.transports.ipc_handles import IpcHandle, checked
 from runtime.updates.update_info import group_of_init_info, has_group, part_of_json, parts_of_json
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import ModelInfo
+from runtime.base.types import CallboardError
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY_TABLE
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.states.snapshot_pool import Snapshot, SnapshotPool
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError
 
 SPACING = 8192  # tokens between snapshots within a prompt
 

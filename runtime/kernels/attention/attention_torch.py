@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
 from runtime.kernels.attention.stored_kv import dequantize_kv
-from runtime.spec.arrays import Int32s
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
 _MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap or sinks

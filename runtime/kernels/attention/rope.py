@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.stored_kv import round_to_integer, scaling, store_kv_torch
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.spec.decoder_spec import RopeSpec
 
 Heads = Literal["qkv", "qk", "q"]  # of a product: with qk, v is k before its norm; with q, another layer has k and v
 

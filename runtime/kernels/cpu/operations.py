@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.compiled_rows import CompiledRows
@@ -24,7 +25,6 @@ from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.token_keys import NONE
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 
 class CompiledOperations:

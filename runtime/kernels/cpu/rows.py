@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runtime.base.model.decoder_spec import ACTIVATION_LIMIT
 from runtime.kernels.llvm.language import (
     F32s,
     Float,
@@ -20,7 +21,6 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 from runtime.kernels.llvm.mathematics import sigmoid, tanh
-from runtime.spec.decoder_spec import ACTIVATION_LIMIT
 
 _LANES = 16
 _GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import add_results
 from runtime.kernels.experts.moe_torch import ExpertBiases
 from runtime.kernels.linear.skinny_blocks import request_weights, vector_product, weight_rows, weight_rows_of_block
@@ -21,7 +22,6 @@ from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
-from runtime.spec.decoder_spec import ExpertsSpec
 
 _PREFETCH = constexpr(
     "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;\n}"

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import (
     MOST_SINGLE,
     ExpertTiles,
@@ -28,7 +29,6 @@ from runtime.kernels.quantized.activations import Fp8Activations, quantize_norme
 from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @jit

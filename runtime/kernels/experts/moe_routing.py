@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_torch import ExpertBiases, Router
 from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
-from runtime.spec.decoder_spec import ExpertsSpec
 
 MOST_SINGLE = 32  # up to as many choices, each may have its own programs, also if some share an expert
 _LANES = 32  # of a warp

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.exact_functions import sigmoid
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product
-from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")
 

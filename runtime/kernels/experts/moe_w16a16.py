@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_few_w16a16 import add_few_choices, summed_columns
 from runtime.kernels.experts.moe_routing import ExpertTiles, RoutedExperts, Tile, choices_of_tile, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.triton_language import jit, tl, use_pdl
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class GroupedExperts(RoutedExperts):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_routing import MOST_SINGLE, ExpertTiles, RoutedExperts, Tile, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_wna16_product import moe_wna16_products
@@ -14,7 +15,6 @@ from runtime.kernels.experts.moe_wna16_words import STEP, in_tile_order, with_wo
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import INTERPRETED
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class QuantizedExperts(RoutedExperts):

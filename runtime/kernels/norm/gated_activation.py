@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.decoder_spec import ACTIVATION_LIMIT
 from runtime.kernels.magnitudes import smaller, within
 from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
-from runtime.spec.decoder_spec import ACTIVATION_LIMIT
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 

@@ -16,13 +16,13 @@ from itertools import accumulate
 
 import torch
 
+from runtime.base.sampling_fields import table_of
+from runtime.base.types import SamplingParams
 from runtime.kernels.sampling.choose import LEVELS, NUM_COUNTERS, choose_kernel
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys, noise_of_tokens
 from runtime.kernels.sampling.token_keys import FAILED, is_filtered, key_of, load_float, mass_of, packed, write_token
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.spec.sampling_fields import table_of
-from runtime.spec.types import SamplingParams
 
 # Columns of a slot's parameters, int32; floats as their bits.
 _column_of = {name: column for column, name, _ in table_of(SamplingParams).columns}

@@ -18,12 +18,12 @@ import math
 
 import torch
 
+from runtime.base.model.kv_cache_spec import CHUNK
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit
 from runtime.kernels.states.state_rows import DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.spec.kv_cache_spec import CHUNK
 
 _SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
 _NORM_TOKENS = 32  # of a program of the gated norm

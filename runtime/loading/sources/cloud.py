@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from runtime.base.types import CallboardError
 from runtime.loading.sources.download import Download, check_space, fetch_all, finish, locked, size_text
 from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.hub import model_files
 from runtime.loading.sources.names import CLOUD_PACKAGES, CloudName
-from runtime.spec.types import CallboardError
 
 _PIECE_BYTES = 16 << 20  # of one request to a bucket
 _TRIES = 4  # without a byte in between

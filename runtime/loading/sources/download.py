@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 if TYPE_CHECKING:
     import httpx

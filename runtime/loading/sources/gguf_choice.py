@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 DEFAULT = "Q4_K_M"  # the choice of llama.cpp and Ollama
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")

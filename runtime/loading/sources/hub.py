@@ -14,12 +14,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.base.types import CallboardError
 from runtime.loading.folder import weight_files
 from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, fetch_all, locked
 from runtime.loading.sources.gguf_choice import GgufModel, choose, gguf_models
 from runtime.loading.sources.names import FORMS, HubName
 from runtime.loading.sources.near_names import is_known, meant
-from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

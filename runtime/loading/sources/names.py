@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from runtime.base.types import CallboardError
 from runtime.loading.sources.short_names import hub_file
-from runtime.spec.types import CallboardError
 
 FORMS = (
     "a short name like qwen3:0.6b, a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF "

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.base.types import CallboardError
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.near_names import nearest
 from runtime.loading.sources.short_names import hub_file
-from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from runtime.base.types import CallboardError
 from runtime.loading.sources.download import Download, check_space, fetch, locked
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.names import WebFile
-from runtime.spec.types import CallboardError
 
 
 def web_model(file: WebFile, cache: Path, progress: bool) -> Path:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import glm, llama
 from runtime.models.rope import rope_parameters
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.types import CallboardError
 
 _ATTENTION = {
     "q_a": "model.layers.{}.self_attn.q_a_proj",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 class _OrNull(NamedTuple):

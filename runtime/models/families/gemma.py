@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.rope import rope_spec, ropes_by_kind
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap(
     {

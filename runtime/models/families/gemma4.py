@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import gemma, llama
 from runtime.models.rope import rope_spec
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.types import CallboardError
 
 _LAYER = "layers.{}."
 _NAMES = {

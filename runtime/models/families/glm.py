@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, "gate_up": "model.layers.{}.mlp.gate_up_proj"})
 POST_NORMS_WEIGHT_MAP = WeightMap({

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.types import CallboardError
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
-from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap(
     {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap(
     {

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.mixer_spec import ShortConvSpec
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.mixer_spec import ShortConvSpec
 
 _FFN = {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import CallboardError
 from runtime.models.rope import context, rope_spec
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap({
     "embed": "model.embed_tokens.weight",

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import llama, qwen
 from runtime.models.rope import rope_spec, ropes_by_kind
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.types import CallboardError
 
 _HEADS_NORMS = {
     "q_heads_norm": "model.layers.{}.self_attn.q_norm.weight",

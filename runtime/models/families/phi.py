@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.models.families import llama, mistral
 from runtime.models.rope import rope_parameters
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
 
 WEIGHT_MAP = WeightMap({
     **llama.WEIGHT_MAP.names,

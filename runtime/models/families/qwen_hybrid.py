@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec
+from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec
-from runtime.spec.types import CallboardError
 
 _BASE = "model.language_model."  # the place of the text part in a model with images
 _IGNORED = r"(model\.)?visual\..*|mtp\..*"  # images, and layers that draft tokens

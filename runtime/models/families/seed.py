@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.models.families import llama
-from runtime.spec.decoder_spec import DecoderSpec
 
 WEIGHT_MAP = llama.WEIGHT_MAP
 

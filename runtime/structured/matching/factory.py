@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.background import in_background
+from runtime.base.types import CallboardError, Grammar, ThinkingBudget
 from runtime.child import ChildPool, Overrun
-from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.matching.automaton import Automaton, EagerMatcher, build
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.channel_thinking import ChannelThinkingMatcher

@@ -14,7 +14,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 class Matcher(ABC):

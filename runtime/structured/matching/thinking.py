@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.spec.types import ThinkingBudget
+from runtime.base.types import ThinkingBudget
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tool_calls.parser import MAX_SPACES

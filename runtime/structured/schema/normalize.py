@@ -25,7 +25,7 @@ class SchemaNormalizer:
     """Normalizes the schemas of one document."""
 
     def __init__(self, root: Any, checks: TerminalChecks, strict: bool | None, ignored: list[str]) -> None:
-        """Keywords that cannot be enforced are refused, or added to `ignored` if `strict` (spec/types.py) permits."""
+        """Keywords that cannot be enforced are refused, or added to `ignored` if `strict` (base/types.py) permits."""
         self._root, self.checks, self._strict, self._ignored = root, checks, strict, ignored
 
     def cannot(self, where: str, keyword: str, problem: str = "") -> None:

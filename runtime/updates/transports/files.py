@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import FilesPart
 from runtime.loading.checkpoint import open_safetensors
 from runtime.loading.folder import INDEX_NAME, weight_files
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import FilesPart
 
 _MOST_MAPPED = 64 << 20  # bytes that are read of a file before its pages are released
 

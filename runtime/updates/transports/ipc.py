@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import IpcPart
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import IpcPart
 from runtime.updates.transports.ipc_handles import IpcHandle, check_packed, check_tensor, checked
 from runtime.updates.transports.packing import torch_dtype, unpacked
 from runtime.worker.cuda_driver import call

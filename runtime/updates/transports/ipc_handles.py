@@ -25,8 +25,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import TensorInfo
 from runtime.updates.tensor_infos import DTYPE_BYTES, MAX_BYTES, dtype_name, integer, num_bytes, shape_of, shown
 
 _DRIVER_HANDLE = 64  # bytes of the driver's handles of memory and of events

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.spec.sharding import Part
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import ArraysPart, PullPart, TensorInfo
+from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import ArraysPart, PullPart, TensorInfo
 from runtime.updates.model_tensors import Incoming
 from runtime.updates.staging import Stage
 

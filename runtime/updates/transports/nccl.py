@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_parts import BroadcastPart, GroupInfo, TensorInfo
+from runtime.base.types import CallboardError
+from runtime.base.weight_parts import BroadcastPart, GroupInfo, TensorInfo
 from runtime.updates.tensor_infos import num_bytes
 from runtime.updates.transports.nccl_library import Group, NcclGroup
 from runtime.updates.transports.packing import cut, unpacked

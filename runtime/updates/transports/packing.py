@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from runtime.spec.weight_parts import TensorInfo
+from runtime.base.weight_parts import TensorInfo
 from runtime.updates.tensor_infos import num_bytes
 
 _T = TypeVar("_T")

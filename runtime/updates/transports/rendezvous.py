@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.updates.transports.unique_id import KEY, pickled_unique_id, unique_id_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pickletools
 from collections.abc import Iterator
 from typing import Any
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 NUM_BYTES = 128
 KEY = "broadcast_from/0/0"  # in the store

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
 from runtime.kernels.sampling import sample
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
 from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.token_keys import DrawnKeys, drawn_keys_torch, tokens_of_keys_torch
 from runtime.kernels.sampling.top_k_top_p import FilterBounds, top_k_top_p_bounds_torch
-from runtime.spec.arrays import Int32s
 from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.extras import TokenMasks

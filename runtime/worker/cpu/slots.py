@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
 from runtime.core.plan import NewSlot, StepPlan, last_tokens
 from runtime.kernels.states.state_rows import StateRows
-from runtime.spec.arrays import Int32s
 
 IntArray = NDArray[np.integer[Any]]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.kernels.sampling.automata import AT, FIRST
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton
 from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_triton
 from runtime.kernels.sampling.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
 from runtime.kernels.sampling.wanted_logits import wanted_logits_triton
-from runtime.spec.arrays import Int32s
 from runtime.worker.extras import TokenMasks
 from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.logprobs import Logprobs

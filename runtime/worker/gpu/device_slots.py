@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.core.plan import StepPlan
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.step.scatter_writes import scatter_writes
-from runtime.spec.arrays import Int32s
 
 NO_WRITES: Int32s = np.zeros(1, np.int32)  # in the layout of kernels/step/scatter_writes.py
 

@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.core.plan import StepPlan, StepResult, joined, last_tokens
 from runtime.models.decoder import Decoder
-from runtime.spec.arrays import Int32s
 from runtime.worker.extras import MaskSource, Needs, StepExtra, StepWork
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import NO_WRITES, DeviceSlots

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
 from runtime.kernels.step.graph_io import HEAD, read_input, write_output
-from runtime.spec.arrays import Int32s
 
 MAX_PIECES = 8  # graphs of a step
 _NUM_ENTRIES = 2 * MAX_PIECES  # graphs that may be in flight

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.base.arrays import Int32s
+from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.core.plan import MAX_STEPS, StepPlan
-from runtime.spec.arrays import Int32s
-from runtime.spec.config import MAX_DRAFT_TOKENS
 from runtime.worker.gpu.device_slots import NO_WRITES
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
 from runtime.worker.gpu.step_rows import MixedShape, cut

@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.core.plan import EMPTY, EMPTY_TABLE, StepPlan, last_tokens
-from runtime.spec.arrays import Int32s
 
 RowArray = TypeVar("RowArray", Int32s, torch.Tensor)
 

@@ -14,11 +14,11 @@ from typing import Literal, Protocol
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives.all_gather import all_gather_triton
 from runtime.kernels.collectives.all_reduce import all_reduce_triton
 from runtime.kernels.collectives.communicator import TIMEOUT_S
 from runtime.kernels.collectives.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
-from runtime.spec.types import CallboardError
 from runtime.worker.cuda_driver import call, words_at
 
 _HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, its address, bytes of an inbox, Memory's handle

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.collectives.communicator import TIMEOUT_S, Communicator, OneRank
 from runtime.kernels.numerics import Numerics
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
 from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 from runtime.worker.ranks.shared_memory import SharedMemory
 

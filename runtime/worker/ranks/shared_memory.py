@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import TIMEOUT_S
-from runtime.spec.types import CallboardError
 
 _HANDLE = struct.Struct("<8sIIIIQ")  # mark, rank, size, process, its descriptor of the buffer, bytes of a half
 _MARK = b"cb-ranks"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from runtime.base.model.shard import Shard
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.spec.shard import Shard
 
 
 class SplitLogits:

@@ -27,8 +27,8 @@ from typing import IO, Any
 
 import msgspec
 
+from runtime.base.types import CallboardError
 from runtime.output.fields import shortened
-from runtime.spec.types import CallboardError
 from serve_app.apis.batches.disk import holding, part_of, replacing, try_lock
 from serve_app.apis.batches.quota import KeyIndex, StorageUsage, excess
 from serve_app.protocol.answers import encode_json

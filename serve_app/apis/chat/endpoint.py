@@ -6,10 +6,10 @@ import json
 from functools import partial
 from typing import Any
 
+from runtime.base.config import NGRAM
 from runtime.output.fields import invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
-from runtime.spec.config import NGRAM
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.chat.answers import ChatCompletion
 from serve_app.apis.chat.messages import INSTRUCTING, ROLES

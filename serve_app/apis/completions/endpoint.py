@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from runtime.base.types import TokenLogprobs
 from runtime.output.fields import invalid
 from runtime.output.processor import Delta
-from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.answers import TextCompletion

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from runtime.base.types import TokenLogprobs
 from runtime.output.processor import Delta
-from runtime.spec.types import TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.fill_in_middle import between, end_ids, of_other_files

@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from runtime.base.config import MAX_NAME_CHARS
 from runtime.output.fields import invalid, shortened
-from runtime.spec.config import MAX_NAME_CHARS
 from serve_app.apis.management.allowed_folder import path_within
 from serve_app.http.json_routes import parsed_body
 from serve_app.http.limits import Deadline

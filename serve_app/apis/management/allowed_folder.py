@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from runtime.base.types import CallboardError
 from runtime.loading.sources.names import cloud_name
 from runtime.output.fields import invalid, shortened
-from runtime.spec.types import CallboardError
 
 
 def path_within(folder: str, path: str, field: str, what: str) -> str:

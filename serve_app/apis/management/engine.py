@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from runtime.base.types import CallboardError
 from runtime.output.fields import invalid, shortened
-from runtime.spec.types import CallboardError
 from serve_app.apis.management.answers import Killed, Sleeping
 from serve_app.http.auth import check_origin
 from serve_app.http.json_routes import json_response

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from actors.wire.weight_calls import Finish, UpdateInfo
+from runtime.base.types import CallboardError
 from runtime.output.fields import FieldError, invalid, shown
-from runtime.spec.types import CallboardError
 from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
 from serve_app.apis.management.adapters import AdapterName
 from serve_app.apis.management.allowed_folder import path_within

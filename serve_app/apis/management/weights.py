@@ -34,7 +34,7 @@ from actors.wire.weight_calls import (
     Start,
     WeightCall,
 )
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.apis.management.answers import (
     FinishedUpdate,
     Message,

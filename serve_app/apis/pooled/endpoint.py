@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.pooling import Pooling
+from runtime.base.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import Request
 from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json

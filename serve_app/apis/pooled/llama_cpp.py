@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import model_validator
 
+from runtime.base.pooling import Pooling
 from runtime.output.vectors import embedding
-from runtime.spec.pooling import Pooling
 from serve_app.apis.llama_cpp.answers import LlamaError
 from serve_app.apis.pooled.endpoint import EMBEDDINGS, PooledEndpoint, PreparedPooling
 from serve_app.apis.pooled.request import EmbeddingRequest

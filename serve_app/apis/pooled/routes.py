@@ -9,9 +9,9 @@ from typing import Any
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.base.pooling import POOLED
+from runtime.base.types import Request
 from runtime.output.fields import invalid
-from runtime.spec.pooling import POOLED
-from runtime.spec.types import Request
 from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
 from serve_app.apis.pooled.llama_cpp import LlamaEmbeddingEndpoint
 from serve_app.apis.pooled.ollama import OllamaEmbeddingEndpoint, OllamaEmbedEndpoint

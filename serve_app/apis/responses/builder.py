@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from runtime.base.types import TokenLogprobs
 from runtime.output.processor import Delta
-from runtime.spec.types import TokenLogprobs
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.responses.request import ResponsesRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, logprob_entry

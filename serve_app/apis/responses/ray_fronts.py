@@ -18,7 +18,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.ray.names import SERVE_NAMESPACE, serve_actors
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from serve_app.apis.responses.store import ResponseStore, gone
 from serve_app.protocol.errors import ApiError
 

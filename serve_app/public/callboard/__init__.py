@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from actors.client import Rollout, RolloutClient
+    from runtime.base.config import EngineConfig
+    from runtime.base.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
     from runtime.llm import LLM, Completion
-    from runtime.spec.config import EngineConfig
-    from runtime.spec.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
     from runtime.text.tool_calls import CallDelta
 
     __version__: str
@@ -59,14 +59,14 @@ __all__ = [
 _PLACES = {  # name -> the module that has it; loaded with the first use
     "LLM": "runtime.llm",
     "CallDelta": "runtime.text.tool_calls",
-    "CallboardError": "runtime.spec.types",
+    "CallboardError": "runtime.base.types",
     "Completion": "runtime.llm",
-    "EngineConfig": "runtime.spec.config",
-    "FinishReason": "runtime.spec.types",
+    "EngineConfig": "runtime.base.config",
+    "FinishReason": "runtime.base.types",
     "Rollout": "actors.client",
     "RolloutClient": "actors.client",
-    "SamplingParams": "runtime.spec.types",
-    "TokenLogprobs": "runtime.spec.types",
+    "SamplingParams": "runtime.base.types",
+    "TokenLogprobs": "runtime.base.types",
 }
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig, ModelInfo
 from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, check_integrity
 from tests.support.engine.whole import whole_draft
 

@@ -13,8 +13,8 @@ import pytest
 
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
-from runtime.spec.types import SamplingParams
 
 HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 PARAMS = SamplingParams(max_tokens=1)

@@ -12,15 +12,15 @@ from zlib import crc32
 import numpy as np
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.types import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
 from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
 from runtime.policy.output_length import OutputLengthEstimator
 from runtime.policy.step_pacing import StepPacing
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.kv_cache_spec import KVCacheSpec
-from runtime.spec.types import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.speculation.choose_k import Drafter
 from tests.support.engine.whole import with_extras
 

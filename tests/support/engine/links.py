@@ -8,10 +8,10 @@ from dataclasses import replace
 from actors.engine.loop import EngineLoop
 from actors.front.engine_group import EngineGroup
 from actors.runners.step_channel import RunnersLost
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import CallboardError, Request, SamplingParams
+from runtime.base.weight_version import WeightVersion
 from runtime.loading.adapter_files import read_adapter
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, Request, SamplingParams
-from runtime.spec.weight_version import WeightVersion
 from tests.support.engine.fake_runner import EOS, FakeRunner
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.types import Request, SamplingParams
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.request_state import NEVER, RequestState
 from runtime.policy.admission import Admission
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.whole import whole_scheduler
 
 EOS, WORD = 0, 1

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Speculation
 from tests.support.engine.fake_runner import (
     EOS,

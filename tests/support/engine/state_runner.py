@@ -5,8 +5,8 @@ runner stores them as kernels do (runtime/kernels/states/state_rows.py): the sta
 
 import numpy as np
 
+from runtime.base.model.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING
-from runtime.spec.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from tests.support.engine.fake_runner import FakeRunner, mix
 
 STEP = 1 << 40  # added to a token that is computed as a single step

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.assembly.engine import extras_of
+from runtime.base.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra, Extras
 from runtime.core.scheduler import Scheduler
-from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.speculation.draft import DraftCore
 
 

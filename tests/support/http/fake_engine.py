@@ -26,10 +26,10 @@ from actors.wire.weight_calls import (
     WeightCall,
     WeightState,
 )
-from runtime.spec.config import ModelInfo
-from runtime.spec.pooling import Pooling
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.config import ModelInfo
+from runtime.base.pooling import Pooling
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.base.weight_version import WeightVersion
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from runtime.spec.types import Request
+from runtime.base.types import Request
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import SPECIAL_BYTES
 from tests.support.http.fake_engine import EOS, FakeEngine

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from runtime.base.arrays import Int32s
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_torch, plan_attention
 from runtime.kernels.attention.stored_kv import store_kv_torch
 from runtime.kernels.cpu.attention.attention import attention
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.llvm.compiler import Target
-from runtime.spec.arrays import Int32s
 from tests.support.kernels.compiled import call
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.automata import (
     advance_states_torch,
@@ -33,7 +34,6 @@ from runtime.kernels.sampling.sample import (
 from runtime.kernels.step.graph_io import read_input, read_input_torch, write_output, write_output_torch
 from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_torch
 from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
-from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler

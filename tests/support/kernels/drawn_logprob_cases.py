@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import NUM_PARAMS
-from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler

@@ -36,6 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
+from runtime.base.model.decoder_spec import ExpertsSpec  # noqa: E402
+from runtime.base.types import SamplingParams  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.kernels import triton_language  # noqa: E402
 from runtime.kernels.attention.output_gate import gate_output_triton  # noqa: E402
@@ -64,8 +66,6 @@ from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.states.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
-from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
-from runtime.spec.types import SamplingParams  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.gpu.graph_runner import DecodeShape  # noqa: E402

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec, RopeSpec
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import attend_rows
@@ -31,8 +33,6 @@ from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_tri
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.encodings import LARGEST_E4M3, SMALLEST_SCALE
-from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
-from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of

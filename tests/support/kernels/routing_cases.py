@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @st.composite

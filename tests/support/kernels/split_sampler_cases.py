@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
+from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.sampling.wanted_logits import wanted_logits_torch, wanted_logits_triton
-from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.ranks.split_logits import SplitLogits

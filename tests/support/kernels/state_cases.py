@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.base.model.kv_cache_spec import RING
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import DeltaState, StateRows
-from runtime.spec.kv_cache_spec import RING
 
 NEAR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # error of all numbers, over their norm
 

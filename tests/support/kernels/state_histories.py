@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.model.kv_cache_spec import CHUNK, RING, StateGroupSpec
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import StateRows
-from runtime.spec.config import MAX_DRAFT_TOKENS
-from runtime.spec.kv_cache_spec import CHUNK, RING, StateGroupSpec
 from runtime.worker.state_cache import StateCache
 
 _FINAL = 3  # single steps at the end, after which the stored state does not depend on the rows before

@@ -9,10 +9,10 @@ import torch
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import CommitTokens, DraftRequests, OpenStream
 from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape

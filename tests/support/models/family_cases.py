@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.models import load_spec
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

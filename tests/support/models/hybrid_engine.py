@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.policy.admission import Admission
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from tests.support.engine.fake_runner import FixedShare, Recorded
 from tests.support.models.runner_driver import tiny_runner

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from runtime.base.model.decoder_spec import chooses_experts
+from runtime.base.model.sharding import stored_shape
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.spec.decoder_spec import chooses_experts
-from runtime.spec.sharding import stored_shape
 from tests.support.models.quantized import Format
 from tests.support.models.runner_driver import Driver
 

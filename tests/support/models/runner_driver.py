@@ -12,10 +12,10 @@ import torch
 
 import tests.support.kernels.kept_traces  # noqa: F401
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.types import SamplingParams
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
-from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, DummySource

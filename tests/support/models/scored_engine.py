@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import route_torch
 from runtime.policy.admission import Admission
-from runtime.spec.types import FinishReason, Request, SamplingParams
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.worker.runner import ModelRunner
 from tests.support.engine.fake_runner import FixedShare

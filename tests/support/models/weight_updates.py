@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_random_model import write_folder
+from runtime.base.weight_parts import ArraysPart, FilesPart, PullPart, TensorInfo, WeightPart
+from runtime.base.weight_version import WeightVersion
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.spec.weight_parts import ArraysPart, FilesPart, PullPart, TensorInfo, WeightPart
-from runtime.spec.weight_version import WeightVersion
 from runtime.worker.runner import ModelRunner
 from tests.support.models.family_steps import logits_of
 from tests.support.models.runner_driver import Driver

@@ -9,8 +9,8 @@ from actors.engine.supervisor import Supervisor
 from actors.front.engine_group import EngineGroup
 from actors.ray.directory import RayDirectory, find_engines
 from actors.ray.placement import bundles
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import GrammarSpec, Request, SamplingParams
+from runtime.base.config import EngineConfig
+from runtime.base.types import GrammarSpec, Request, SamplingParams
 from runtime.structured.grammar import compiled
 
 PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.spec.types import CallboardError
 
 _START_S = 600  # at most, until a process has imported torch
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.kernels.collectives import inboxes
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
-from runtime.spec.types import CallboardError
 from runtime.worker.ranks.peer_memory import PeerMemory
 
 SHAPES = ((1, 4096), (3, 2880), (1, 130), (64, 4096), (1000, 4096), (9, 128256))

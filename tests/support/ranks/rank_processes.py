@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model.shard import Shard
 from runtime.core.plan import StepPlan, StepResult
-from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.shard import Shard
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, ModelSource
 

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from runtime.base.model.shard import Shard
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.grammar_state import GrammarState
-from runtime.spec.shard import Shard
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
 from tests.support.ranks.lockstep_ranks import LockstepGroup, LockstepRank

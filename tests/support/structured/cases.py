@@ -1,6 +1,6 @@
 """Helpers of the tests of structured output."""
 
-from runtime.spec.types import CallboardError, Grammar, GrammarSpec
+from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES

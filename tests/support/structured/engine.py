@@ -6,10 +6,10 @@ from typing import Any
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
+from runtime.base.config import EngineConfig
+from runtime.base.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.spec.config import EngineConfig
-from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.gpu.step_rows import MixedShape

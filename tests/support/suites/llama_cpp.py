@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.base.types import CallboardError
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.output.options import ChatOptions
-from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.chat.messages import ChatMessage

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 from runtime.updates.transports.packing import flat_bytes
 from runtime.updates.transports.unique_id import NUM_BYTES
 

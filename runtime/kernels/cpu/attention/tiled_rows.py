@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.spec.arrays import Int32s
+from runtime.base.arrays import Int32s
 
 TILE = 16  # tokens: the lanes of a vector (`stored_numbers.LANES`)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from runtime.base.model.experts_spec import ExpertsSpec
 from runtime.kernels.llvm.language import (
     F32s,
     I32s,
@@ -23,7 +24,6 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 from runtime.kernels.llvm.mathematics import exp, sigmoid
-from runtime.spec.experts_spec import ExpertsSpec
 
 _LOWEST = float("-inf")
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.cpu.experts.choice import choose_experts, order_choices
 from runtime.kernels.cpu.experts.expert_product import add_results, expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
@@ -17,7 +18,6 @@ from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, WeightForm
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.llvm.launcher import kernel
-from runtime.spec.decoder_spec import ExpertsSpec
 
 _MOST_ROWS = 512  # that the buffers between kernels have room for
 

@@ -5,6 +5,7 @@ bits of its exponential."""
 
 from __future__ import annotations
 
+from runtime.base.model.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES
 from runtime.kernels.cpu.states.state_row import StateRow
 from runtime.kernels.llvm.language import (
@@ -23,7 +24,6 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 from runtime.kernels.llvm.mathematics import exp
-from runtime.spec.kv_cache_spec import RING
 
 
 def convolution(

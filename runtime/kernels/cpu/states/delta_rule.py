@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.base.model.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES, load_part, store_part, vectors
 from runtime.kernels.cpu.states.state_row import StateRow
 from runtime.kernels.llvm.language import (
@@ -40,7 +41,6 @@ from runtime.kernels.llvm.language import (
 )
 from runtime.kernels.llvm.mathematics import exp, log, sigmoid
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING
-from runtime.spec.kv_cache_spec import RING
 
 NORM_EPS = 1e-6  # of q and k
 

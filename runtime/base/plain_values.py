@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from operator import index
 from typing import Any
 
-from runtime.spec.errors import CallboardError
+from runtime.base.errors import CallboardError
 
 INT64 = -(1 << 63), (1 << 63) - 1
 

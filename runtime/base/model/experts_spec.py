@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.spec.types import CallboardError
+from runtime.base.types import CallboardError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.spec.mixer_spec import Linears, Shapes
+from runtime.base.model.mixer_spec import Linears, Shapes
 
 
 @dataclass(frozen=True, slots=True)

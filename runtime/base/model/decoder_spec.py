@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from runtime.spec.config import EngineConfig
-from runtime.spec.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
-from runtime.spec.experts_spec import chooses_experts as chooses_experts
-from runtime.spec.experts_spec import of_router
-from runtime.spec.kv_cache_spec import (
+from runtime.base.config import EngineConfig
+from runtime.base.model.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
+from runtime.base.model.experts_spec import chooses_experts as chooses_experts
+from runtime.base.model.experts_spec import of_router
+from runtime.base.model.kv_cache_spec import (
     CHUNK,
     QUANTIZED_DTYPES,
     KVCacheSpec,
@@ -19,11 +19,11 @@ from runtime.spec.kv_cache_spec import (
     groups_of_two_shapes,
     window_groups,
 )
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
-from runtime.spec.rope_spec import RopeSpec as RopeSpec
-from runtime.spec.shard import ALONE, Shard
-from runtime.spec.types import CallboardError
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
+from runtime.base.model.rope_spec import RopeSpec as RopeSpec
+from runtime.base.model.shard import ALONE, Shard
+from runtime.base.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
 _ROPE = RopeSpec()

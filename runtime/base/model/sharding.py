@@ -8,10 +8,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.latent_spec import LatentSpec
-from runtime.spec.mixer_spec import ShortConvSpec
-from runtime.spec.shard import NUM_LEAVES, Shard
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.mixer_spec import ShortConvSpec
+from runtime.base.model.shard import NUM_LEAVES, Shard
 
 
 class Sharding(Enum):

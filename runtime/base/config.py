@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.spec.kv_cache_spec import KVCacheSpec
-from runtime.spec.pooling import Pooling
-from runtime.spec.sampling_fields import Bounds
-from runtime.spec.shard import NUM_LEAVES
-from runtime.spec.tool_formats import TOOL_FORMATS
-from runtime.spec.types import CallboardError
-from runtime.spec.weight_version import WeightVersion
+from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.model.shard import NUM_LEAVES
+from runtime.base.pooling import Pooling
+from runtime.base.sampling_fields import Bounds
+from runtime.base.tool_formats import TOOL_FORMATS
+from runtime.base.types import CallboardError
+from runtime.base.weight_version import WeightVersion
 
 _SHARING = 4  # a shared draft has slots for this many engines
 MAX_DRAFT_TOKENS = 8  # draft tokens a row

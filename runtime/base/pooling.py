@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.spec.types import CallboardError, SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)  # of each request for a vector
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
-from runtime.spec.errors import CallboardError
-from runtime.spec.plain_values import READERS, integer
+from runtime.base.errors import CallboardError
+from runtime.base.plain_values import READERS, integer
 
 
 @dataclass(frozen=True, slots=True)

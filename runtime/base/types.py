@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import msgspec
 
-from runtime.spec.errors import CallboardError as CallboardError
-from runtime.spec.plain_values import INT64
-from runtime.spec.sampling_fields import Effect, sampling, table_of
+from runtime.base.errors import CallboardError as CallboardError
+from runtime.base.plain_values import INT64
+from runtime.base.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
 TOKEN_BYTES = 4  # of a token in a message
