@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter

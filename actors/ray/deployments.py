@@ -52,7 +52,7 @@ def refused_option(name: str, options: Any, policy: str | None = None, sleeps: b
 
     Args:
         options: the DeploymentConfig of a running replica.
-        policy: the name of our scaling policy, for a deployment of engines.
+        policy: name of the engines' scaling policy, else None.
         sleeps: True if all engines may end."""
     if options.user_config is not None:
         return f"user_config of {name} is {options.user_config!r}, which nothing reads; put settings under args."

@@ -16,7 +16,7 @@ from actors.runners.rank_weights import RankWeights
 from actors.runners.step_channel import serve_steps
 from actors.wire.transport import Address, connect
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.loading.resolve import resolve
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ one a second engine, and one only Ray's GCS and Serve's controller. If no case d
 one. Only a kernel with user namespaces is needed. `head-killed` also needs a redis-server, which keeps the GCS's state.
 All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
 that Serve still replaces it (`front_back_s`, until a request is answered). `pod-ended` runs the hook of
-docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. Others have a cluster of
-their own: `late-nodes` and `node-returns` begin with a head alone (late_nodes.py), planned.py has the changes by an
-operator.
+docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. The others have a
+cluster of their own. `late-nodes` and `node-returns` begin with a head alone (late_nodes.py); planned.py has changes by
+an operator.
 
 Clients read streams one after another, and also send short requests, over connections of their own. Each answer is
 compared with an undisturbed cluster's. A JSON line a case.

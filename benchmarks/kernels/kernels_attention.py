@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results
-from runtime.base.model.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
+from runtime.base.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedRows
 from runtime.kernels.attention.prefill_attention import prefill_attention

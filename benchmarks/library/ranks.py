@@ -12,7 +12,7 @@ from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.worker.sources import DummySource
 
 _PHASE_S = 300.0  # at most, for an answer of all ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.base.config import MAX_DRAFT_TOKENS, EngineConfig
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.base.model.kv_cache_spec import KVCacheSpec
-from runtime.base.model.shard import NUM_LEAVES
+from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.pooling import Pooling
 from runtime.base.sampling_fields import Bounds
+from runtime.base.shard import NUM_LEAVES
 from runtime.base.tool_formats import TOOL_FORMATS
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion

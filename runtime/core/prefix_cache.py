@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from runtime.base.model.kv_cache_spec import KVGroupSpec
+from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.core.block_pool import NULL_BLOCK
 
 KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine

@@ -18,7 +18,7 @@ import numpy as np
 
 from runtime.base.arrays import Int32s
 from runtime.base.config import ModelInfo
-from runtime.base.model.shard import ALONE, Shard
+from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.features.device_automata import DeviceAutomata

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.base.model.kv_cache_spec import RING
+from runtime.base.kv_cache_spec import RING
 from runtime.base.sampling_fields import Bounds
 from runtime.base.types import CallboardError
 

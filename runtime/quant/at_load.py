@@ -11,8 +11,8 @@ from math import gcd
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec, chooses_experts
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import leaves_of
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.quant.scheme import QuantizationScheme
 

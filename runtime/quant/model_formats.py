@@ -12,8 +12,8 @@ import torch
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import UNGROUPED, leaves_of, stored_shape
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.numerics import Numerics

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion
 from runtime.updates.slice_files import read_slices, write_slices

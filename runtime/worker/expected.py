@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.loading.resolve import resolve
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import format_names

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.states.state_rows import ConvState, DeltaState
 from runtime.worker.state_cache import StateCache

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from runtime.base.config import EngineConfig
+from runtime.base.kv_cache_spec import KVCacheSpec, StateGroupSpec
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.kv_cache_spec import KVCacheSpec, StateGroupSpec
-from runtime.base.model.shard import NUM_LEAVES
+from runtime.base.shard import NUM_LEAVES
 from runtime.base.types import CallboardError
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.attention.latent_expanded import MOST_EXPANDED

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.shard import ALONE, Shard
+from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import StepPlan, StepResult

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from runtime.base.model.kv_cache_spec import RING, StateGroupSpec
+from runtime.base.kv_cache_spec import RING, StateGroupSpec
 from runtime.kernels.states.state_rows import ConvState, DeltaState
 
 

@@ -51,8 +51,8 @@ class EventIds:
 
         Args:
             digest: a hash over the inputs that determine the tokens.
-            seeds: a single seed, or a seed for each prompt.
-            last: the client's last event, or None."""
+            seeds: one for each prompt, or one in all.
+            last: the client's last event."""
         self._seen = (0,) * (1 if num_choices == 1 else num_choices + 2)
         if last is not None:
             if (last.digest, len(last.counts)) != (digest, len(self._seen)):

@@ -86,7 +86,7 @@ NAMES: list[str] = []
 
 
 async def settled(reads: list[str]) -> int:
-    """Wait until Ray's list is no longer read; return the number of reads."""
+    """Wait until reads of Ray's list have stopped; return the number of reads."""
     while True:
         number = len(reads)
         await asyncio.sleep(0.5)

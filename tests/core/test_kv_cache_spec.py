@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.kv_cache_spec import MOST_GROUPS, KVCacheSpec, KVGroupSpec, window_groups
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.kv_cache_spec import MOST_GROUPS, KVCacheSpec, KVGroupSpec, window_groups
 
 FULL = KVGroupSpec((1, 3), num_kv_heads=4, head_dim=16, dtype="bfloat16")
 WINDOW = KVGroupSpec((0, 2, 4), num_kv_heads=2, head_dim=16, dtype="int8", scale_dtype="float16", window=10)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.kv_cache_manager import KVCacheManager

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.model.kv_cache_spec import KVGroupSpec
+from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.base.types import SamplingParams
 from runtime.core.prefix_cache import PrefixCache, match_tables
 from tests.support.engine.sessions import Session, first_plan

@@ -12,8 +12,8 @@ from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import parts_of
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
+from runtime.base.kv_cache_spec import CHUNK
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
-from runtime.base.model.kv_cache_spec import CHUNK
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.base.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint

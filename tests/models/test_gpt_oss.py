@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import RopeSpec
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import Part
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle

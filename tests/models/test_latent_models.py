@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.base.config import EngineConfig
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.kernels.attention import latent_torch
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention

@@ -110,7 +110,7 @@ from runtime.models.weights import random_parameter
 from runtime.quant.model_formats import weight_bytes
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder_build import load_decoder
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 
 def status(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) << 10

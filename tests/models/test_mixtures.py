@@ -18,8 +18,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import Part, parts_of
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.loading.checkpoint import open_checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.base.config import EngineConfig
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess

@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState

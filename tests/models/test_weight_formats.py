@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.shard import Shard
 from runtime.base.model.sharding import Sharding, parts_of, sharding_of
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.inspection import model_report
 from runtime.kernels.linear.linear_torch import Linear

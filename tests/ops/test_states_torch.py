@@ -8,7 +8,7 @@ import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.model.kv_cache_spec import CHUNK
+from runtime.base.kv_cache_spec import CHUNK
 from runtime.kernels.states.delta_rule_torch import delta_chunks, delta_steps
 from tests.support.kernels.state_histories import LAYERS, Layer, Request, Twins, played, requests, state_rows
 

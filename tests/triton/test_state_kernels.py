@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.model.kv_cache_spec import CHUNK, RING
+from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule import delta_rule_triton

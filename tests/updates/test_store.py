@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.base.weight_parts import ArraysPart
 from runtime.base.weight_version import WeightVersion

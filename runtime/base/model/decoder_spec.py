@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from runtime.base.config import EngineConfig
-from runtime.base.model.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
-from runtime.base.model.experts_spec import chooses_experts as chooses_experts
-from runtime.base.model.experts_spec import of_router
-from runtime.base.model.kv_cache_spec import (
+from runtime.base.kv_cache_spec import (
     CHUNK,
     QUANTIZED_DTYPES,
     KVCacheSpec,
@@ -19,10 +16,13 @@ from runtime.base.model.kv_cache_spec import (
     groups_of_two_shapes,
     window_groups,
 )
+from runtime.base.model.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
+from runtime.base.model.experts_spec import chooses_experts as chooses_experts
+from runtime.base.model.experts_spec import of_router
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.base.model.rope_spec import RopeSpec as RopeSpec
-from runtime.base.model.shard import ALONE, Shard
+from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.mixer_spec import ShortConvSpec
-from runtime.base.model.shard import NUM_LEAVES, Shard
+from runtime.base.shard import NUM_LEAVES, Shard
 
 
 class Sharding(Enum):

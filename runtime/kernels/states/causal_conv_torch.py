@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.base.model.kv_cache_spec import RING
+from runtime.base.kv_cache_spec import RING
 from runtime.kernels.exact_functions import silu
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 

@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from runtime.base.model.kv_cache_spec import CHUNK
+from runtime.base.kv_cache_spec import CHUNK
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit

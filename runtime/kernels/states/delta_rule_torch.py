@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.base.model.kv_cache_spec import CHUNK, RING
+from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.exact_functions import sigmoid, silu, softplus
 from runtime.kernels.states.state_rows import MOST_PENDING, DeltaState, StateRows
 

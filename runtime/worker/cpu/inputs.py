@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Int32s
-from runtime.base.model.kv_cache_spec import KVGroupSpec
+from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.core.plan import StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles

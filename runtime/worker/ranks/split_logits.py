@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.kv_cache_spec import KVCacheSpec
+from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.types import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor

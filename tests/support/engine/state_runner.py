@@ -5,7 +5,7 @@ runner stores them as kernels do (runtime/kernels/states/state_rows.py): the sta
 
 import numpy as np
 
-from runtime.base.model.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
+from runtime.base.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING
 from tests.support.engine.fake_runner import FakeRunner, mix
 

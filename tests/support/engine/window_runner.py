@@ -1,6 +1,6 @@
 """A runner with a second group of its KV cache, which attends to a window."""
 
-from runtime.base.model.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.base.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from tests.support.engine.fake_runner import FakeRunner, mix
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.base.model.kv_cache_spec import RING
+from runtime.base.kv_cache_spec import RING
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import DeltaState, StateRows

@@ -14,7 +14,7 @@ import numpy as np
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.core.plan import StepPlan, StepResult
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, ModelSource

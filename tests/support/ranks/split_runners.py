@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.base.model.shard import Shard
+from runtime.base.shard import Shard
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.grammar_state import GrammarState
 from runtime.worker.ranks.split_logits import SplitLogits

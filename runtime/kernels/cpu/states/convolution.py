@@ -5,7 +5,7 @@ bits of its exponential."""
 
 from __future__ import annotations
 
-from runtime.base.model.kv_cache_spec import RING
+from runtime.base.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES
 from runtime.kernels.cpu.states.state_row import StateRow
 from runtime.kernels.llvm.language import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.base.model.kv_cache_spec import RING
+from runtime.base.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES, load_part, store_part, vectors
 from runtime.kernels.cpu.states.state_row import StateRow
 from runtime.kernels.llvm.language import (
