@@ -185,7 +185,7 @@ def measure(way: str, folder: Path, config: EngineConfig, repeats: int) -> Itera
             version = updates.version.after(f"{way}-{repeat}", None, is_complete)
             apply_s, _ = timed(updates.apply, version)
             peak = memory.peak()
-            keep_s, _ = timed(updates.keep)
+            keep_s, _ = timed(updates.store)
             yield {
                 "way": way, "repeat": repeat, "gb": size / _GB, "is_complete": is_complete,
                 "export_s": export_s, "receive_s": receive_s, "receive_gb_s": size / _GB / receive_s,

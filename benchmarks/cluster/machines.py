@@ -67,7 +67,9 @@ class Cluster:
 
     def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool, has_redis: bool) -> None:
         self._folder, own = Path(folder), Path(folder, "own")
-        inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
+        inherited = {
+            name: value for name, value in os.environ.items() if "RAY_" not in name and name != "CUDA_VISIBLE_DEVICES"
+        }
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
         self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}

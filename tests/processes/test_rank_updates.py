@@ -73,7 +73,7 @@ def test_two_ranks_take_their_slices(settings, changes, processes: RankProcesses
     assert answers(runner, config) == want
     staged = runner.ask("attribute", "updates", "_newest", "nbytes")
     assert max(staged) < 0.75 * sum(tensor.nbytes for tensor in second.values())
-    runner.ask("updates.keep")
+    runner.ask("updates.store")
     restarted = processes.open(config, folder)
     assert restarted.info.weights.serial == 1
     assert answers(restarted, config) == want
@@ -87,7 +87,7 @@ def test_ranks_agree_on_a_damaged_store(processes: RankProcesses, tmp_path):
     with pytest.raises(CallboardError, match="no tensor"):
         runner.ask("updates.receive", ArraysPart({"absent": tensors_in(folder)["lm_head.weight"]}))
     apply(runner, [ArraysPart(changed(tensors_in(folder)))])
-    runner.ask("updates.keep")
+    runner.ask("updates.store")
     (path,) = (tmp_path / "store").glob("*-1of2.weights")
     path.write_bytes(path.read_bytes()[:-50])
     restarted = processes.open(config, folder)
