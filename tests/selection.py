@@ -27,12 +27,11 @@ RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
 RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
 # The order of a session: quick tests first, then the tests that take one worker longest.
 ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
-# What depends on the version of Ray: its private parts, a start, requests, deaths, scaling and a stop.
+# What depends on the version of Ray: its private parts, a start, requests, deaths and a stop.
 OLDEST_RAY = (
     "tests/actors/test_private_ray.py",
     "tests/actors/test_fork_server.py::test_worker_modules_are_safe_to_fork",
     "tests/processes/test_actors.py",
-    "tests/processes/test_scaling.py",
     "tests/processes/test_serve.py",
     "tests/processes/test_start_and_stop.py::test_a_server_from_start_to_stop",
 )
