@@ -15,7 +15,6 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.types import Message
 
 from actors.front.engine_group import EngineGroup
 from actors.front.from_zero import ScaleFromZero
@@ -222,7 +221,7 @@ class Front(HandleCalls):
             return self._models.prepare(endpoint, endpoint.read(content))
 
         prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
-        leaving, last = UntilClientLeaves(partial(self.leaves, call.caller), _discard), 0.0
+        leaving, last = UntilClientLeaves(partial(self.leaves, call.caller)), 0.0
         async with leaving, self._turns.stream(), aclosing(self._models.run(prepared)) as deltas:
             async for new in deltas:
                 last = await self._turns.wait(last)
@@ -235,10 +234,6 @@ class Front(HandleCalls):
                         "seed": prepared.requests[delta.index].seed,
                         **message_delta(delta),
                     }
-
-
-async def _discard(message: Message) -> None:
-    """The `send` of a caller that gets its answer otherwise."""
 
 
 async def _wake(engines: DeploymentHandle[Any], room: Room, model: str) -> None:

@@ -189,13 +189,17 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
         beating.cancel()
 
 
+async def _nowhere(message: Message) -> None:
+    """The `send` of a block that sends nothing itself."""
+
+
 class UntilClientLeaves:
     """Cancels its block, and suppresses that cancellation, when the client disconnects.
 
     It notices this by `receive`, or by a failed `send`, which it yields for use in any task. A task waits for `receive`
     only after _WATCHED_AFTER_S, since shorter answers do not need one."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send = _nowhere) -> None:
         self._receive, self._send = receive, send
         self._watcher: asyncio.Task[None] | None = None
         self._has_left = False

@@ -17,7 +17,6 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message as SentMessage
 
 from actors.wire.engine_client import EngineClient, WeightsRefused
 from actors.wire.weight_calls import (
@@ -268,7 +267,7 @@ class WeightRoutes:
             async with Deadline(self._settings.request_timeout_s):
                 if type(call) not in _WITH_CALLER:
                     return await client.weights(call)
-                async with UntilClientLeaves(request.receive, _send_nothing):
+                async with UntilClientLeaves(request.receive):
                     return await client.weights(call)
             if isinstance(call, Receive):  # the engines may still wait for its tensors
                 await client.weights(Discard())
@@ -291,7 +290,3 @@ class WeightRoutes:
         if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
             return b"{}"
         return await read_json_body(request.scope, request.receive, self._settings) or b"{}"
-
-
-async def _send_nothing(message: SentMessage) -> None:
-    """The answer is sent after the call."""
