@@ -327,7 +327,7 @@ class EngineWeights:
         self._in_thread(work, ended, answer, failed)
 
     def _finish_update(self, call: Finish, answer: Future[WeightState]) -> None:
-        if not self._may_be(call.update_id):
+        if not self._matches(call.update_id):
             raise WeightsRefused("The update was dropped meanwhile; begin another.", "not_open")
         update = self._take()
 
@@ -402,12 +402,12 @@ class EngineWeights:
     def _count_seconds(self, phase: str, seconds: float) -> None:
         self._meter.figures.count("callboard:weight_update_seconds", phase, by=seconds)
 
-    def _may_be(self, update_id: str | None) -> bool:
+    def _matches(self, update_id: str | None) -> bool:
         """True if the open update has this id; None stands for any update, also without an open one."""
         return update_id is None or (self._update is not None and self._update.id == update_id)
 
     def _discard(self, call: Discard, answer: NoAnswer) -> None:
-        if not self._may_be(call.update_id):
+        if not self._matches(call.update_id):
             answer.set_result(None)
             return
         if self._update is not None:
