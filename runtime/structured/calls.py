@@ -78,7 +78,7 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     written["call"] = _one_of(bodies)
     end = sequence(calls.text(marks), after)
     more = Repeat(sequence(end, calls.text(calls.again.lstrip()), Name("call")), 0, None) if calls.again else NOTHING
-    # llguidance takes the longest terminal and does not go back. Free text is allowed here as well, so a call's first
+    # llguidance takes the longest terminal and does not go back. Free text is allowed here as well. So a call's first
     # terminal has to reach to where the text cannot be free: behind the function's name.
     begin = calls.text(calls.begin)
     first = _one_of(bodies, sequence(SPACES, begin)) if calls.no_text else None
@@ -150,7 +150,7 @@ def arguments_of(
 
 
 def _input(syntax: str, definition: str) -> Rule:
-    """Return the rule of an object with one property, `input`, whose text follows a grammar."""
+    """Return the rule of an object with one property, `input`: a text that follows a grammar."""
     if syntax == "regex":
         input_text: Rule = terminal(plain(escaped(whole(definition))))
     else:
