@@ -2,8 +2,8 @@
 
 The least recently released block is evicted first, but a branch block ages at a quarter of the speed. Cached prompts
 diverge at a branch block or below it. An instruction that begins many conversations is worth more than one
-conversation's history, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects blocks requested twice. Here these would
-be every history of three turns.)
+conversation's history, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects blocks requested
+twice. Here these would be every history of three turns.)
 
 Children are released before their parents. So each queue's head is a leaf in the prefix tree of the queue's
 blocks. A branch block is evicted only if it is older than the other queue's head, so none of those is its

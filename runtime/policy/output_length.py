@@ -1,10 +1,10 @@
 """Estimates the tokens that an answer still gets: the scheduler admits as many requests as should fit to their end.
 
-Only an answer that stops by itself shows its full length. If an answer ends at max_tokens, or still
-runs, its length is censored: it did not stop before. The estimator therefore learns the hazard, not a mean length. The hazard
-at a length is the share of answers that stop there, among all that reach it. A product over such shares is the survival
-curve of Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within length spans that grow by
-the factor 1.4 (a piecewise exponential model). A curve is some thirty pairs of counts:
+Only an answer that stops by itself shows its full length. If an answer ends at max_tokens, or still runs, its length is
+censored: it did not stop before. The estimator therefore learns the hazard, not a mean length. The hazard at a length
+is the share of answers that stop there, among all that reach it. A product over such shares is the survival curve of
+Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within length spans that grow by the factor
+1.4 (a piecewise exponential model). A curve is some thirty pairs of counts:
 
     hazard of a span = (answers that stopped in it + prior answers) / (tokens generated in it + prior tokens)
 

@@ -77,8 +77,8 @@ class StepPacing(Extra):
     """Learns how long steps take, and bounds their prompt tokens."""
 
     def __init__(self, max_itl_ms: float | None, clock: Callable[[], float]) -> None:
-        """`max_itl_ms` is the target time for a step with prompts; None for a multiple of a decode step. `clock` returns
-        seconds."""
+        """`max_itl_ms` is the target time for a step with prompts; None for a multiple of a decode step. `clock`
+        returns seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
         self._decode_us = _BySize()  # a step's time, by its rows

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.written_values import json_text
 
-MAX_HEAD_CHARS = 1024  # text between a call's mark and its arguments: bounds what is matched again with each piece
+MAX_HEAD_CHARS = 1024  # text between a call's mark and its arguments; bounds the text that each piece matches again
 _PLAIN_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 SPECIAL = "\U0010ffff"  # precedes the text of a special token in some streams; no other text has it
 MAX_SPACES = 1024  # white space before a mark: bounds the text that is searched again with each piece
@@ -30,7 +30,7 @@ class ToolFormat:
     parser: type[ToolCallParser]
     mark: str  # precedes a call, anywhere in the text
     marks: tuple[str, ...]  # all marks that may be special tokens
-    # A regular expression for calls without a mark at the text's start; %s is replaced by the functions' names.
+    # Matches calls without a mark at the text's start; %s is replaced by the functions' names.
     # Empty if all calls have a mark.
     bare: str = ""
     # The text around names and arguments:
