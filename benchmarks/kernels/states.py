@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from tqdm import tqdm
 
-from benchmarks.kernels.kernels_attention import HBM_BYTES_S, graph_seconds
+from benchmarks.kernels.timing import HBM_BYTES_S, ROTATION_BYTES, graph_seconds
 from benchmarks.library.measure import Results, new_parser
 from runtime.kernels.states.causal_conv import causal_conv_triton
 from runtime.kernels.states.delta_rule import delta_rule_triton
@@ -33,7 +33,6 @@ _HEADS = {
     "qwen3.6-27b": Heads(16, 48, 128, 128),
 }
 _START = 1000  # of decode rows
-_ROTATION_BYTES = 256 << 20  # several times the L2 cache
 
 
 def layer_seconds(layer: Layer, heads: Heads, spans: list[Span], steps_only: bool) -> float:
@@ -43,7 +42,7 @@ def layer_seconds(layer: Layer, heads: Heads, spans: list[Span], steps_only: boo
     weights = make_weights(heads, torch.bfloat16, "cuda")
     weights = weights._replace(conv=weights.conv.t().contiguous().t())  # by taps
     bytes_of_states = 4 * slots * heads.value_heads * heads.key_dim * heads.value_dim
-    launches = max(3, min(24, _ROTATION_BYTES // bytes_of_states)) if steps_only else 3
+    launches = max(3, min(24, ROTATION_BYTES // bytes_of_states)) if steps_only else 3
     states = [make_state(heads, slots + 1, slots, torch.bfloat16, "cuda") for _ in range(launches)]
     inputs: list[Inputs] = [make_inputs(heads, rows.num_tokens, torch.bfloat16, "cuda") for _ in range(launches)]
     for state in states:
