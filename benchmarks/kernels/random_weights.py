@@ -36,7 +36,7 @@ FORMS = {
 
 
 def random_weight(form: str, size_out: int, size_in: int, device: str) -> QuantizedWeight:
-    """Return a weight whose products have about the size of their inputs."""
+    """Return a weight that keeps about the size of its inputs."""
     code, group, scale_rows, has_zero_points = FORMS[form]
     is_packed = code not in ("fp8", "int8")
     shape = size_out, size_in // 2 if is_packed else size_in

@@ -6,8 +6,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune latent --shapes tiny --rows 2  # on a CPU, without times
 
 An operation is a row of a table: its shapes, its forms of weights, its candidates and its layers. All candidates are
-compiled first, in processes side by side. Then each part of a layer gets each candidate in turn, among its neighbours,
-whose starts and ends overlap with its own. Layers have data of their own, so that the cache holds none of it, and form
+compiled first, in processes side by side. Then each part of a layer gets each candidate in turn, among its neighbours:
+their starts and ends overlap with its own. Layers have data of their own, so that the cache holds none of it, and form
 one CUDA graph. `--rules` times the configurations of serving alone.
 
 Prints a JSON line for each candidate, and one for the best of each cell with the library's time. Times are microseconds
@@ -57,7 +57,7 @@ def _tried(layers: Layers, has_candidates: bool) -> Iterator[tuple[str, Any]]:
 
 
 def microseconds(run: Callable[[], object], num_layers: int, warm_up: float) -> float | None:
-    """Return the time of a layer; None if it cannot run, or has no meaning under the interpreter."""
+    """Return the time of a layer; None if it cannot run, and under the interpreter."""
     try:
         if INTERPRETED:
             run()
