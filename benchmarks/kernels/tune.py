@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.tune linear --rows 1 8 16 --write       # kernels/linear/skinny_gemm_configs.py
     python -m benchmarks.kernels.tune quantized --forms int4 fp8 --rows 1 8 64 --shapes llama-3.1-8b
     python -m benchmarks.kernels.tune experts --shapes gpt-oss-120b --forms mxfp4 --rows 4 64 --rules
-    TRITON_INTERPRET=1 python -m benchmarks.kernels.tune latent --shapes tiny --rows 2  # on a CPU, without times
+    TRITON_INTERPRET=1 python -m benchmarks.kernels.tune digits --shapes tiny --rows 20  # on a CPU, without times
 
 An operation is a row of a table: its shapes, its forms of weights, its candidates and its layers. All candidates are
 compiled first, in processes side by side. Then each part of a layer gets each candidate in turn, among its neighbours:
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.timing import DEVICE, HBM_BYTES_S, compile_ahead, compile_only, graph_us
-from benchmarks.kernels.tuned_layers import EXPERTS, LATENT
+from benchmarks.kernels.tuned_experts import EXPERTS
 from benchmarks.kernels.tuned_products import PRODUCTS, write_table
 from benchmarks.kernels.tuning import Cell, Choices, Layers, Operation
 from benchmarks.library.measure import Results, new_parser
 from runtime.kernels.triton_language import INTERPRETED
 
-OPERATIONS: dict[str, Operation] = {**PRODUCTS, "experts": EXPERTS, "latent": LATENT}
+OPERATIONS: dict[str, Operation] = {**PRODUCTS, "experts": EXPERTS}
 _WORTH = 0.997  # of the best time; smaller differences are noise
 
 

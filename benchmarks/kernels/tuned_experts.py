@@ -1,4 +1,4 @@
-"""Layers that the tuner takes as a whole: mixtures of experts, and decode attention over latents."""
+"""Mixtures of experts, which the tuner takes as a whole: their layers and their candidates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels.random_weights import FORMS, random_weight
-from benchmarks.kernels.timing import ROTATION_BYTES
 from benchmarks.kernels.tuning import Cell, Choices, Operation
-from runtime.base.model.decoder_spec import ExpertsSpec, RopeSpec
-from runtime.kernels.attention import latent_attention
-from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import LatentUp
-from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows, paged_attention_torch
-from runtime.kernels.attention.rope import rope_table
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import moe_few_w16a16, moe_fp8_w8a8, moe_wna16
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Router
@@ -45,9 +39,6 @@ def _with(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
 def _value(value: Any) -> Callable[..., Any]:
     """Return a rule that always gives this value."""
     return lambda *_: value
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 class Mixture(NamedTuple):
@@ -148,98 +139,7 @@ def _expert_candidates(module: ModuleType, rows: int) -> list[dict[str, Any]]:
     return [{"SINGLE_TILE": tile, "moe_wna16_tile": _value(tile)} for tile in tiles]
 
 
-# ---- latents ---------------------------------------------------------------------------------------------------------
-
-_BLOCK_SIZE, _SCALE = 16, 0.05
-_LEN, _MAX_LEN = (40, 128) if INTERPRETED else (1024, 16384)  # positions of each row, and of the longest
-
-
-class Latents(NamedTuple):
-    num_heads: int
-    rank: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
-
-
-LATENTS = {
-    "glm-4.7-flash": Latents(20, 512, 64, 192, 256),
-    "deepseek-v3": Latents(128, 512, 64, 128, 128),
-    "deepseek-v2-lite": Latents(16, 512, 64, 128, 128),
-    "tiny": Latents(5, 32, 8, 12, 20),
-}
-
-
-class LatentLayers:
-    """The store of latents, the products of heads and attention, for rows of one new token."""
-
-    def __init__(self, cell: Cell, device: str) -> None:
-        shape, rows = LATENTS[cell.shape], cell.rows
-        dtype, blocks = torch.float16 if INTERPRETED else torch.bfloat16, -(-_LEN // _BLOCK_SIZE)
-        stored, head = shape.rank + shape.rope_dim, shape.nope_dim + shape.value_dim
-        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-
-        def randn(*size: int) -> torch.Tensor:
-            return torch.randn(size, device=device).to(dtype)
-
-        tables = torch.zeros((rows + 1, _MAX_LEN // _BLOCK_SIZE), dtype=torch.int32)
-        tables[:rows, :blocks] = (1 + torch.randperm(rows * blocks)).view(rows, blocks)
-        new = torch.full((rows,), _LEN - 1)
-        self._places = (tables[:rows, blocks - 1] * _BLOCK_SIZE + (_LEN - 1) % _BLOCK_SIZE).to(**ints)
-        self._rows = PagedRows(
-            torch.arange(rows, **ints), new.to(**ints), torch.arange(rows + 1, **ints), tables.to(device), rows, rows,
-            1, _MAX_LEN, prefix_ready=True,
-        )  # fmt: skip
-        self._rope = rope_table(RopeSpec(), shape.rope_dim, _MAX_LEN, dtype).to(device), new.to(**ints)
-        self._q = randn(rows, shape.num_heads, shape.nope_dim + shape.rope_dim)
-        self._queries = self._q.clone()  # the store rotates q in place
-        self._latents, self._norm = randn(rows, stored), randn(shape.rank)
-        self.num_bytes = 2 * (shape.num_heads * head * shape.rank + rows * _LEN * stored)
-        self.num_layers = 1 if device == "meta" else max(1, -(-ROTATION_BYTES // self.num_bytes))
-        self._layers = [
-            (randn(1, 1, 1 + rows * blocks, _BLOCK_SIZE, stored),
-             LatentUp(randn(shape.num_heads, head, shape.rank).mul_(shape.rank**-0.5), shape.nope_dim))
-            for _ in range(self.num_layers)
-        ]  # fmt: skip
-        tiles = [] if INTERPRETED else [(16, (32, 4, 4)), (32, (32, 8, 5)), (16, (64, 4, 3)), (64, (32, 8, 3))]
-        self.parts = {
-            "splits": [{"_MAX_SPLITS": n} for n in (8, 16, 32, 64)],
-            "tile": [{"_tile_rows": _value(n), "_tile": _value(rest)} for n, rest in tiles],
-        }
-
-    def _layer(self, kv: torch.Tensor, up: LatentUp) -> torch.Tensor:
-        latent_store_triton(self._q, self._latents, self._rope, self._norm, 1e-6, kv, self._places, True)
-        batch = PagedBatch(len(self._q), [self._rows])
-        return latent_attention.latent_attention_triton(self._q, kv, batch, up, scale=_SCALE, deterministic=False)
-
-    def _first(self, choices: Choices, num: int | None) -> list[torch.Tensor]:
-        values = {name: value for chosen in choices.values() for name, value in (chosen or {}).items()}
-        with _with(latent_attention, values):
-            return [self._layer(*layer) for layer in self._layers[:num]]
-
-    def run(self, choices: Choices) -> None:
-        self._first(choices, None)
-
-    def results(self, choices: Choices) -> list[torch.Tensor]:
-        self._q.copy_(self._queries)
-        return self._first(choices, 1)
-
-    def exact(self) -> list[torch.Tensor]:
-        kv, up = self._layers[0]
-        self._q.copy_(self._queries)
-        self._layer(kv, up)  # stores the new token and rotates the queries
-        q, rank = self._q.double(), up.weight.shape[2]
-        absorbed = torch.einsum("nhk,hkr->nhr", q[..., : up.nope_dim], up.keys_weight.double())
-        wide, double = torch.cat((absorbed, q[..., up.nope_dim :]), -1), kv.double().expand(2, *kv.shape[1:])
-        mixed = paged_attention_torch(wide, double, self._rows, scale=_SCALE).view(wide.shape)[..., :rank]
-        return [torch.einsum("nhr,hdr->nhd", mixed, up.values_weight.double()).flatten(1)]
-
-    def others(self) -> dict[str, Callable[[], object]]:
-        return {}
-
-
 EXPERTS = Operation(
     ExpertLayers, MIXTURES, ["qwen3-30b-a3b"], ("bf16", *(f for f in FORMS if f != "int4-minimums")),
     [1, 8, 64, 256, 2048],
 )  # fmt: skip
-LATENT = Operation(LatentLayers, LATENTS, ["glm-4.7-flash", "deepseek-v3"], ("bf16",), [1, 8, 64])
