@@ -34,6 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from actors.ray.environment import quiet_port
 from benchmarks.cpu_peers import servers
 from benchmarks.cpu_peers.dense_copy import write_dense_copy
 from benchmarks.cpu_peers.figures import CALLBOARD, DEFAULT, DETERMINISTIC, Row, rows_of, table
@@ -172,7 +173,7 @@ class Benchmark:
             rounds: Rounds = {name: [] for name in names}
             for number in range(self._args.rounds):
                 for name in names:
-                    port = servers.free_port()
+                    port = quiet_port()
                     command, env = servers.llama_cpp_command(model, threads, port), dict[str, str]()
                     if name == CALLBOARD:
                         command, env = servers.callboard_command(model, threads, port, self._args.set), self._env

@@ -8,9 +8,9 @@
 
 Prompts are random token ids to /v1/completions, greedy unless `--sampling` names fields, EOS ignored. Time to first
 token (TTFT) runs from the request's first byte to its first event. Inter-token latency (ITL) runs from one event to the
-next of the same request. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where a rate
-is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are invented
-ids of the same length as the model's, so only text that the client knows can be shared.
+next of the same request. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where
+a rate is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are
+invented ids of the same length as the model's, so only text that the client knows can be shared.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import heapq
 import itertools
 import json
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
 from benchmarks.library.models import CONFIGS
+from benchmarks.library.servers import served
 from runtime.base.types import Request, SamplingParams
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
@@ -153,27 +151,6 @@ def figures_of(sessions: list[Session]) -> dict[str, float]:
     found, latencies = figures(turns), {"ttft": "ttft_ms", "itl": "event_gap_ms"}
     percentiles = {f"{name}{p}": found[key][f"p{p}"] for name, key in latencies.items() for p in (50, 99)}
     return percentiles | {"tok_s": found["output_tokens_per_s"], "tokens_per_event": found["tokens_per_event"]}
-
-
-@contextlib.contextmanager
-def served(model: str, flags: list[str]) -> Iterator[str]:
-    """The URL of a `callboard serve` of this model, while the context lasts."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "serve_app.cli", "serve", model, "--port", str(port), *flags]
-    server = subprocess.Popen(command, stdout=sys.stderr)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            if server.poll() is not None:
-                sys.exit(f"callboard serve ended with exit code {server.returncode} before it served anything.")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            time.sleep(0.2)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def main() -> None:

@@ -88,6 +88,15 @@ class Replica:
     """Takes the place of an engine's Serve replica, which every engine needs."""
 
 
+class Handle:
+    """Takes the place of the engines' Serve handle, by which a front wakes them up."""
+
+    class wake:
+        @staticmethod
+        def remote() -> None:
+            """Do nothing: the engine is awake."""
+
+
 class ToyEngine:
     """The real engine loop around a toy runner."""
 
@@ -149,7 +158,7 @@ def toy_application(
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=fronts, max_ongoing_requests=4096)
     models = ModelSettings.of_all([(config, ("toy",), ScalingSettings())])
-    serve.run(front.bind(models, HttpSettings(), [None]), name=APP)
+    serve.run(front.bind(models, HttpSettings(), [Handle()]), name=APP)
     try:
         yield port, runner, engine
     finally:
