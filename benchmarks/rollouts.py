@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.front_door import APP, cpu_times, toy_application  # before Ray, whose environment it sets
+from benchmarks.serving.front_door import APP, cpu_times, toy_application  # first: it sets the environment of Ray
 
 import ray  # isort: skip
 from ray import serve  # isort: skip

@@ -1,4 +1,4 @@
-"""Draws the tower of folders from the imports: each stands on those that it imports.
+"""Draws the tower of folders from the imports: a folder stands above its imports.
 
 python -m tests.support.tower                       # the block in docs/architecture.md
 """
