@@ -43,7 +43,7 @@ def callboard_command(model: str, threads: int, port: int, settings: list[str]) 
 
 def llama_cpp_command(model: str, threads: int, port: int) -> list[str]:
     settings: dict[str, Any] = {"model": model, "threads": threads, "port": port, "context": CONTEXT}
-    return [sys.executable, "-m", "benchmarks.cpu_peers.llama_server", json.dumps(settings)]
+    return [sys.executable, "-m", "benchmarks.cpu_peers.llama_cpp", json.dumps(settings)]
 
 
 def measure_start(command: list[str], port: int, env: Mapping[str, str], job: Job | None) -> dict[str, float]:

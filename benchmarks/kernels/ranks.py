@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -28,17 +29,19 @@ SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8
 _WIDTH = 4096
 
 
-def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def operand(num_bytes: int) -> torch.Tensor:
+    return torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
+
+
+def graph_of(launch: Callable[[], object], num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of all-reduces, and their number. It runs one of them first, in which all ranks must take part."""
     launches = max(2, min(100, (64 << 20) // num_bytes))
-    x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
-    residual = torch.zeros_like(x)
-    ranks.add_reduced(residual, x)
+    launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
-            ranks.add_reduced(residual, x)
+            launch()
     return graph, launches
 
 
@@ -51,18 +54,6 @@ def replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int = 20) -> 
         end.record()
     torch.cuda.synchronize()
     return median(start.elapsed_time(end) for start, end in events[2:]) / launches * 1e3
-
-
-def nccl_us(num_bytes: int) -> float:
-    launches = max(2, min(100, (64 << 20) // num_bytes))
-    x = torch.zeros(num_bytes // 2, device="cuda", dtype=torch.bfloat16)
-    torch.distributed.all_reduce(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            torch.distributed.all_reduce(x)
-    return replay_us(graph, launches)
 
 
 def run_rank(
@@ -81,10 +72,11 @@ def run_rank(
         address = "tcp://127.0.0.1:29571"
         torch.distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
     for num_bytes in sizes:
-        graph, launches = graph_of(ranks, num_bytes)
-        us = replay_us(graph, launches)
+        x, residual = operand(num_bytes), torch.zeros_like(operand(num_bytes))
+        us = replay_us(*graph_of(partial(ranks.add_reduced, residual, x), num_bytes))
         ranks.check()
-        pipe.send((us, nccl_us(num_bytes) if nccl else None))
+        all_reduce = partial(torch.distributed.all_reduce, x)
+        pipe.send((us, replay_us(*graph_of(all_reduce, num_bytes)) if nccl else None))
     os._exit(0)  # NCCL's threads need not be stopped
 
 

@@ -77,9 +77,12 @@ def tune(cell: Cell, layers: Layers, has_candidates: bool) -> Iterator[dict[str,
         us = microseconds(lambda: layers.run(choices), layers.num_layers, warm_up)
         return math.inf if us is None else us
 
-    def error(choices: Choices) -> float:
-        differences = zip(layers.results(choices), exact, strict=True)
-        return max(((got.double() - want).norm() / want.norm()).item() for got, want in differences)
+    def error(choices: Choices) -> float | None:
+        try:
+            pairs = list(zip(layers.results(choices), exact, strict=True))
+        except Exception:  # `timed` has printed it
+            return None
+        return max(((got.double() - want).norm() / want.norm()).item() for got, want in pairs)
 
     figures: dict[str, Any]
     rule = best = timed(chosen, 0.4)

@@ -36,9 +36,13 @@ def _with(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _value(value: Any) -> Callable[..., Any]:
-    """Return a rule that always gives this value."""
-    return lambda *_: value
+class _Rule(NamedTuple):
+    """A rule that always gives this tile."""
+
+    tile: Tile
+
+    def __call__(self, *_: object) -> Tile:
+        return self.tile
 
 
 class Mixture(NamedTuple):
@@ -134,9 +138,9 @@ def _expert_candidates(module: ModuleType, rows: int) -> list[dict[str, Any]]:
     if module is moe_fp8_w8a8:
         few = [(16, 64, 128, 4, 6), (16, 64, 128, 4, 3), (16, 64, 256, 4, 3), (16, 128, 128, 4, 4)]
         many = [(64, 128, 128, 8, 3), (128, 128, 128, 8, 3), (64, 64, 128, 4, 4)]
-        return [{"moe_fp8_tile": _value(Tile(*tile))} for tile in (few if rows <= 256 else many)]
+        return [{"moe_fp8_tile": _Rule(Tile(*tile))} for tile in (few if rows <= 256 else many)]
     tiles = [Tile(m, n, STEP, *launch) for m in (8, 16, 32, 64) for n, *launch in ((32, 2, 2), (64, 2, 4), (128, 4, 3))]
-    return [{"SINGLE_TILE": tile, "moe_wna16_tile": _value(tile)} for tile in tiles]
+    return [{"SINGLE_TILE": tile, "moe_wna16_tile": _Rule(tile)} for tile in tiles]
 
 
 EXPERTS = Operation(

@@ -134,16 +134,13 @@ class ProductLayers:
         found: dict[str, Callable[[], object]] = {"cublas": lambda: [F.linear(x, weight) for x, weight in dense]}
         if self._way.multiply is _dense:
             fixed = partial(skinny_gemm_triton, fixed_order=True)
-            found["fixed"] = lambda: [fixed(x, weight, **self._epilogue(p)) for p, (x, weight) in self._pairs(dense)]
+            found["fixed"] = lambda: [fixed(self._x[p.size_in], w, **self._epilogue(p)) for p, w in self._chain]
             found["invariant"] = lambda: [batch_invariant_linear_triton(x, weight) for x, weight in dense]
         if self._way.multiply is _fp8:
             found["rowwise"] = lambda: [
                 _scaled_mm(rows, weight) for (_, weight), rows in zip(self._chain, self._inputs, strict=True)
             ]
         return found
-
-    def _pairs(self, dense: list[tuple[torch.Tensor, torch.Tensor]]) -> zip[tuple[Product, Any]]:
-        return zip((product for product, _ in self._chain), dense, strict=True)
 
 
 def dense_of(weight: Any) -> torch.Tensor:

@@ -26,6 +26,8 @@ class FakeLayers:
             self.us += -1.0 if choices.get("first") == "fast" else 5.0
 
     def results(self, choices):
+        if choices.get("first") == "misfit":
+            raise RuntimeError("out of resources")
         return [torch.ones(2)]
 
     def exact(self):
@@ -55,7 +57,8 @@ def test_the_tuner_keeps_the_best_of_each_part(layers: FakeLayers):
     assert best["configs"] == {"first": "fast", "second": "slow alone"}
     assert (best["us"], best["rule_us"], best["error"]) == (2.5, 5.0, 0.0)
     assert best["of_floor"] == pytest.approx(0.001 / 2.5)
-    assert [line["us"] for line in tried if line["candidate"] == "misfit"] == [None, None]
+    misfits = [(line["us"], line["error"]) for line in tried if line["candidate"] == "misfit"]
+    assert misfits == [(None, None)] * 2
 
 
 def test_rules_alone_try_no_candidate(layers: FakeLayers):
