@@ -29,10 +29,6 @@ SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8
 _WIDTH = 4096
 
 
-def operand(num_bytes: int) -> torch.Tensor:
-    return torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
-
-
 def graph_of(launch: Callable[[], object], num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of all-reduces, and their number. It runs one of them first, in which all ranks must take part."""
     launches = max(2, min(100, (64 << 20) // num_bytes))
@@ -72,10 +68,11 @@ def run_rank(
         address = "tcp://127.0.0.1:29571"
         torch.distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
     for num_bytes in sizes:
-        x, residual = operand(num_bytes), torch.zeros_like(operand(num_bytes))
+        x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
+        residual = torch.zeros_like(x)
         us = replay_us(*graph_of(partial(ranks.add_reduced, residual, x), num_bytes))
         ranks.check()
-        all_reduce = partial(torch.distributed.all_reduce, x)
+        all_reduce = partial(torch.distributed.all_reduce, torch.zeros_like(x))
         pipe.send((us, replay_us(*graph_of(all_reduce, num_bytes)) if nccl else None))
     os._exit(0)  # NCCL's threads need not be stopped
 

@@ -147,9 +147,6 @@ def dense_of(weight: Any) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else dequantize_torch(weight)
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
 def _dense(x: torch.Tensor, weight: torch.Tensor, config: SkinnyGemmConfig | None, **epilogue: Any) -> torch.Tensor:
     key = (*weight.shape, _bucket(len(x)))
     SKINNY_GEMM_CONFIGS.pop(key, None)
@@ -178,9 +175,6 @@ _fp8 = _tiled(fp8_w8a8_gemm_triton)
 def _scaled_mm(x: Any, weight: Any) -> torch.Tensor:
     scales = x.scales[:, None], weight.scales[:, : weight.shape[0]]
     return torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-# ---- candidates ------------------------------------------------------------------------------------------------------
 
 
 def _dense_candidates(form: str, product: Product, rows: int) -> list[SkinnyGemmConfig]:
@@ -253,8 +247,6 @@ def _fp8_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
         return [*tiles, Tiling(128, 64, 256, 4, 3, swap=True), Tiling(128, 128, 128, 8, 4, 4)]
     return [Tiling(128, 128, 128, 8, 4), Tiling(128, 128, 128, 8, 3)]
 
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 _MANY = MAX_ROWS + 1
 _WAYS = {

@@ -106,9 +106,6 @@ async def play_over_http(sessions: list[Session], client: Client) -> None:
         await play(sessions, ask)
 
 
-# ---- in this process ------------------------------------------------------------------------------------------------
-
-
 def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, float]) -> None:
     """The same without HTTP, text and processes: the engine alone."""
     core, clock = engine.core, time.perf_counter
