@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from benchmarks.kernels.random_weights import FORMS, random_weight
 from benchmarks.kernels.tuning import Cell, Choices, Operation
 from runtime.kernels.linear import skinny_gemm_configs
-from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.sum_order import sum_order
@@ -135,7 +134,6 @@ class ProductLayers:
         if self._way.multiply is _dense:
             fixed = partial(skinny_gemm_triton, fixed_order=True)
             found["fixed"] = lambda: [fixed(self._x[p.size_in], w, **self._epilogue(p)) for p, w in self._chain]
-            found["invariant"] = lambda: [batch_invariant_linear_triton(x, weight) for x, weight in dense]
         if self._way.multiply is _fp8:
             found["rowwise"] = lambda: [
                 _scaled_mm(rows, weight) for (_, weight), rows in zip(self._chain, self._inputs, strict=True)
@@ -248,18 +246,17 @@ def _fp8_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
     return [Tiling(128, 128, 128, 8, 4), Tiling(128, 128, 128, 8, 3)]
 
 
-_MANY = MAX_ROWS + 1
 _WAYS = {
     "linear": Way(("bf16",), _dense, _dense_candidates, most_rows=MAX_ROWS),
     "quantized": Way(tuple(FORMS), _quantized, _quantized_candidates),
     "digits": Way(
         ("int8", "int4"), _tiled(int_wna16_gemm_triton), _tile_candidates, torch.float16,
         lambda x, weight: quantize_int16_triton(x, group_size=0 if weight.zero_points is None else weight.group_size),
-        _MANY,
+        MAX_ROWS + 1,
     ),
     "decoded": Way(("int4", "mxfp4", "nvfp4"), _tiled(w4a16_gemm_triton), _tile_candidates, torch.float16,
-                   least_rows=_MANY),
-    "fp8": Way(("fp8",), _fp8, _fp8_candidates, torch.bfloat16, lambda x, _: quantize_fp8_triton(x), _MANY),
+                   least_rows=MAX_ROWS + 1),
+    "fp8": Way(("fp8",), _fp8, _fp8_candidates, torch.bfloat16, lambda x, _: quantize_fp8_triton(x), MAX_ROWS + 1),
 }  # fmt: skip
 PRODUCTS = {
     name: Operation(
