@@ -177,9 +177,8 @@ benchmarks.engine.grammar_suite --sample 250 FOLDER ...`, one busy core of an In
 | test suite | Callboard | 69.2 % | 1.6 / 8.9 | 331 | 0 |
 | test suite | llguidance | 44.0 % | 0.5 / 0.8 | 318 | 16 |
 
-**EBNF.** llama.cpp's nine examples and 24 from transformers-CFG, up to 20 random texts each (`python -m
-benchmarks.grammar_texts --texts 20 --tokenizer FOLDER GRAMMAR ...`, SmolLM2's vocabulary, same machine). Masks
-of the SMILES grammars were not timed:
+**EBNF.** The nine examples of llama.cpp and 24 of transformers-CFG, up to 20 random texts of each (`grammar_texts` of
+7be48e03, SmolLM2's vocabulary, same machine). Masks of the SMILES grammars were not timed:
 
 | grammars | reader | texts accepted | compile, ms (median, most) | mask, us (median of medians) |
 | --- | --- | --- | --- | --- |
@@ -258,7 +257,7 @@ The others have over 4,096 states or took over five seconds. At 20 us of host ti
 1.29 ms for 64 rows), an automaton that takes half a second has paid after 25,000 tokens.
 
 Eight streams of SmolLM2 share two cores with the front and the engine while a client posts 11 harmful grammars a second
-(`python -m benchmarks.serving.grammar_bombs --url URL`). Of these, 225 got a 400 and 102 a right answer, the slowest
+(`grammar_bombs` of 7be48e03). Of these, 225 got a 400 and 102 a right answer, the slowest
 after 0.9 s:
 
 | | inter-token time, ms | p99 |
