@@ -18,7 +18,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
-from runtime.models.linear_maps import FormatOf, LinearMaps, MapPart
+from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
 from runtime.models.mixers.latent import LatentMixer
@@ -80,7 +80,7 @@ class LayerBuilder:
     """Reads the parameters of a decoder: all in their order, or one part's."""
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
-        self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
+        self.maps, self.spec, self.dense, self.num_positions = maps, maps.spec, maps.dense, num_positions
         self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(self.spec.num_layers)))  # with the head_dim
 
     def weights(self, numerics: Numerics) -> DecoderWeights:
@@ -106,7 +106,7 @@ class LayerBuilder:
 
     def positions(self) -> torch.Tensor | None:
         """The learned positions, if there are any."""
-        return self.read("positions")[0] if self.spec.learned_positions else None
+        return self.dense("positions") if self.spec.learned_positions else None
 
     def layer_embed(self) -> LayerEmbedding | None:
         """The embeddings of tokens that layers have, if there are any."""
@@ -114,8 +114,8 @@ class LayerBuilder:
         if not spec.layer_embed_size:
             return None
         lookup = maps.embedding("layer_embed").lookup
-        of_hidden = LinearMaps.columns(maps, [MapPart([name], maps.format_of(name), self.read(name))], None)
-        weight = self.read("layer_embed_norm")[0].float() * 0.5**0.5
+        of_hidden = maps.kernels.linear([maps.read(name).operand], None)
+        weight = self.dense("layer_embed_norm").float() * 0.5**0.5
         # The map has a factor of hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
         eps = spec.norm_eps * spec.hidden_size
         return LayerEmbedding(lookup, of_hidden, weight, spec.layer_embed_size, maps.kernels.norm, eps)
@@ -144,7 +144,7 @@ class LayerBuilder:
                 assert post_ffn_norm is not None
                 feed_forward = self._dense_beside(prefix, feed_forward, post_ffn_norm)
         own_input = self._layer_input(index, prefix) if spec.layer_embed_size else None
-        factor = self.read(f"{prefix}factor")[0] if spec.layer_factors else None
+        factor = self.dense(f"{prefix}factor") if spec.layer_factors else None
         return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward, own_input, factor)
 
     def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
@@ -158,11 +158,7 @@ class LayerBuilder:
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
-        gate_by = self.maps.kernels.gate_by or self._activated_together
-        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), gate_by)
-
-    def _activated_together(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.maps.kernels.activate(torch.cat((gate, up), 1))
+        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.gate_by)
 
     def _mixer_of(self, index: int, prefix: str) -> Mixer:
         if self.spec.is_stateful(index):
@@ -174,7 +170,7 @@ class LayerBuilder:
     def _latent(self, index: int, prefix: str, latent: LatentSpec) -> LatentMixer:
         spec, maps, has = self.spec, self.maps, self.spec.linears(index)
         kernels = maps.kernels.latent
-        norms = {name: self.read(prefix + name)[0] for name in latent.parameters()}
+        norms = {name: self.dense(prefix + name) for name in latent.parameters()}
         into, out = (maps.linear(prefix, name) for name in ("latent_in", "out"))
         into_kv, q_up = (maps.linear(prefix, n) if n in has else None for n in ("latent_kv", "latent_q"))
         return LatentMixer(
@@ -196,17 +192,12 @@ class LayerBuilder:
 
     def _from_latents(self, prefix: str, latent: LatentSpec) -> Any:
         """The map from latents to keys and values, as the backend has it."""
-        heads, kernels = self.spec.num_heads, self.maps.kernels
-        if latent.split_up and kernels.compiled is not None and kernels.compiled.latents is not None:
-            absorb, values = (self.maps.stored(f"{prefix}{name}.weight") for name in ("k_b", "v_b"))
-            return kernels.compiled.latents.up_of_maps(absorb, values, heads)
-        if not latent.split_up:
-            whole = self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
-            return kernels.latent.up(whole, latent.nope_dim)
-        keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
-            ("k_b", latent.nope_dim), ("v_b", latent.rank)
-        ))  # fmt: skip
-        return kernels.latent.up(torch.cat((keys.transpose(1, 2), values), 1), latent.nope_dim)
+        heads, kernels = self.spec.num_heads, self.maps.kernels.latent
+        if latent.split_up:
+            absorb, values = (self.maps.read(f"{prefix}{name}.weight").operand for name in ("k_b", "v_b"))
+            return kernels.up_of_maps(absorb, values, heads)
+        whole = self.dense(f"{prefix}kv_b.weight").view(heads, latent.expanded, latent.rank)
+        return kernels.up(whole, latent.nope_dim)
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps
@@ -223,7 +214,7 @@ class LayerBuilder:
             scale=head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
             window=spec.window if spec.is_sliding(index) and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
-            sinks=self.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
+            sinks=self.dense(f"{prefix}sinks").float() if spec.sinks else None,
         )
         return AttentionMixer(
             maps.kernels,
@@ -244,7 +235,7 @@ class LayerBuilder:
 
     def _mixer(self, index: int, prefix: str) -> Mixer:
         spec, maps = self.spec, self.maps
-        own = {name: self.read(prefix + name)[0] for name in spec.mixer.parameters()} if spec.mixer else {}
+        own = {name: self.dense(prefix + name) for name in spec.mixer.parameters()} if spec.mixer else {}
         linears = {name: maps.linear(prefix, name) for name in spec.linears(index) if name.startswith("mix_")}
         into, out, conv = linears["mix_in"], linears["mix_out"], own["conv"].squeeze(1)
         if not isinstance(spec.mixer, DeltaRuleSpec):
@@ -269,5 +260,5 @@ class LayerBuilder:
         return spec.rope_of(index), spec.heads(index).head_dim if spec.latent is None else spec.rope_head_dim
 
     def _norm(self, name: str) -> torch.Tensor:
-        (weight,) = self.read(name)
-        return weight if self.spec.norm == "rms" else torch.stack((weight, *self.read(f"{name}_bias")))
+        weight = self.dense(name)
+        return weight if self.spec.norm == "rms" else torch.stack((weight, self.dense(f"{name}_bias")))

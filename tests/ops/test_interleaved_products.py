@@ -147,7 +147,7 @@ def test_layers_join_parts_of_several_forms(dtype):
     ]
     bias, x = torch.randn(60), torch.randn(3, 256).to(dtype)
     kernels = select(Numerics(dtype, torch.device("cpu"), "llvm", packed=False, deterministic=False), TINY)
-    layer = kernels.interleaved_linear([interleave(weight) for weight in weights], bias.to(dtype))
+    layer = kernels.linear([interleave(weight) for weight in weights], bias.to(dtype))
     want = x.float() @ torch.cat([numbers(weight) for weight in weights]).T + bias.to(dtype).float()
     got = layer.product(x)
     assert got.dtype == dtype

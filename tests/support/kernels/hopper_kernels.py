@@ -66,6 +66,7 @@ from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.states.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
+from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.gpu.graph_runner import DecodeShape  # noqa: E402
@@ -330,8 +331,8 @@ def layers_with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "gate of attention", partial(gate_output_triton, inputs(64, 4096), inputs(64, 4096))
 
 
-def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> tuple[torch.Tensor]:
-    return (torch.empty(shapes[name], dtype=dtype, device=META),)
+def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
+    return held_dense(name, torch.empty(shapes[name], dtype=dtype, device=META))
 
 
 def line_of(kernel: Any) -> dict[str, Any]:

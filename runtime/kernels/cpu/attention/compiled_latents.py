@@ -37,8 +37,7 @@ def _head_map(weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _Head
     stored: DenseWeight | InterleavedWeight
     tensors: list[torch.Tensor | None]
     if isinstance(weight, InterleavedWeight):
-        stored, shared = weight, (weight.minimums, weight.super_scales, weight.super_minimums)
-        tensors = [weight.values, weight.scales, *shared, None]  # without a bias
+        stored, tensors = weight, [*weight.tensors, None]  # without a bias
     else:
         stored = dense_weight(weight)
         tensors = [stored.values, None]

@@ -78,8 +78,8 @@ class InterleavedLinear(CompiledLinear):
         )
         num_blocks = len(part.values)
         arguments = (
-            part.values, part.scales, part.minimums, part.super_scales, part.super_minimums, rows.limbs, rows.scales,
-            rows.sums, bias, out[:, at:], num_rows, num_blocks, num_chunks, out.shape[1],
+            *part.tensors, rows.limbs, rows.scales, rows.sums, bias, out[:, at:], num_rows, num_blocks, num_chunks,
+            out.shape[1],
         )  # fmt: skip
         work = num_rows * num_blocks * num_chunks * ROWS * COLUMNS
         self.launcher.launch(function, arguments, self.launcher.parts(num_blocks, work))

@@ -15,7 +15,7 @@ Scales lie beside the values: 16 for each group of columns, one for each row. No
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -50,9 +50,13 @@ class InterleavedWeight:
     super_minimums: torch.Tensor | None
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors in the order of kernels."""
+        return self.values, self.scales, self.minimums, self.super_scales, self.super_minimums
+
+    @property
     def nbytes(self) -> int:
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
 
 def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
@@ -146,8 +150,7 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def row_major(weight: InterleavedWeight) -> RowMajorWeight:
     """The inverse of `interleave`."""
-    shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
-    by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in shared]
+    by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in weight.tensors[1:]]
     assert by_row[0] is not None
     return RowMajorWeight(weight.form, _stored_values(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
 
