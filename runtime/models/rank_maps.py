@@ -121,8 +121,9 @@ class LeafMaps(RankMaps):
         """The leaves of a map of some inputs, with the number of their inputs."""
         parameter = f"{prefix}{name}.weight"
         leaves = leaves_of(self.spec, parameter)
+        weights = [self.read(parameter, leaf) for leaf in leaves]
         biases = [self._bias(prefix, name), *[None] * (len(leaves) - 1)]
         return [
-            (leaf.stop - leaf.start, self.kernels.linear([self.read(parameter, leaf).operand], bias).product)
-            for leaf, bias in zip(leaves, biases, strict=True)
+            (leaf.stop - leaf.start, self.kernels.linear([weight.operand], bias).product)
+            for leaf, weight, bias in zip(leaves, weights, biases, strict=True)
         ]
