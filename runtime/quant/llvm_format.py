@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import (
-    RowMajorWeight,
     dequantize_interleaved,
-    interleave_pieces,
+    interleave,
     interleaved_bytes,
     row_major,
 )
@@ -26,7 +25,7 @@ class LlvmFormat(QuantizedFormat):
     """Weights for integer products: 4 to 8 bits, and a scale for each group of columns, or for each row.
 
     The numbers of e2m1 are integers, times a half.
-    A packed weight has the tensors of a `RowMajorWeight`, and its operand is an `InterleavedWeight`."""
+    A packed weight has the tensors of `row_major`, and its operand is an `InterleavedWeight`."""
 
     table_rows = ROWS
     mixes = True
@@ -65,25 +64,16 @@ class LlvmFormat(QuantizedFormat):
         return interleaved_bytes(self._form, (shape[0], shape[1]))
 
     def operand(self, pieces: Iterable[Tensors], num_rows: int) -> Any:
-        return interleave_pieces(map(self._row_major, pieces), num_rows)
+        return interleave(self._form, pieces, num_rows)
 
     def tensors(self, operand: Any) -> Tensors:
-        return tuple(tensor for tensor in row_major(operand)[1:] if tensor is not None)
+        return row_major(operand)
 
     def dense(self, operand: Any) -> torch.Tensor:
         return dequantize_interleaved(operand)
 
     def joins(self, other: WeightFormat) -> bool:
         return isinstance(other, LlvmFormat) and other.encoding == self.encoding
-
-    def _row_major(self, weight: Tensors) -> RowMajorWeight:
-        """A packed weight with its form. Random weights lack factors of scales."""
-        values, *shared = weight
-        count = 1 + self.encoding.has_zero_points
-        (scales, *minimums), factors = shared[:count], shared[count:]
-        form = self._form._replace(scale_dtype=scales.dtype, super_size=self.encoding.super_size if factors else 0)
-        more = [(*tensors, None)[0] for tensors in (minimums, factors[:1], factors[1:])]
-        return RowMajorWeight(form, values, scales, *more)
 
 
 def _form(encoding: Encoding) -> WeightForm:

@@ -11,8 +11,8 @@ from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.compiled_rows import CompiledRows
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
+from runtime.kernels.cpu.linear.compiled_linear import Around
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
-from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
@@ -41,7 +41,7 @@ class CompiledOperations:
         self.launcher = Launcher()
         self._numerics, self._linear = numerics, linear
         self.rows = CompiledRows(self.launcher, norm, activate, spec.activation, spec.gated)
-        self._around = self.launcher, norm, self.rows.activate, spec.activation, spec.gated
+        self._around = Around(self.launcher, norm, self.rows.activate, spec.activation, spec.gated)
         # These take float32 rows; steps then make `TiledRows`.
         is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or spec.latent.has_whole_blocks(ROWS))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
@@ -54,11 +54,11 @@ class CompiledOperations:
         """A layer with one dense weight, or with interleaved ones. Kernels multiply dense weights in float32."""
         interleaved = [weight for weight in weights if isinstance(weight, InterleavedWeight)]
         if interleaved:
-            return InterleavedLinear(interleaved, bias, *self._around, self._numerics.activation_bits // 8)
+            return InterleavedLinear(interleaved, bias, self._around, self._numerics.activation_bits // 8)
         (weight,) = (weight for weight in weights if isinstance(weight, torch.Tensor))
         if self.attention is None:
             return self._linear([weight], bias)
-        return DenseLinear(dense_weight(weight), bias, *self._around)
+        return DenseLinear(weight, bias, self._around)
 
     def experts(self, spec: ExpertsSpec, router: Router, experts: Iterable[tuple[Operands, Operands]]) -> ExpertLayer:
         """The mixture with the gate_up and down of each expert."""
@@ -66,7 +66,7 @@ class CompiledOperations:
         if (compiled := compiled_layers(layers)) is not None:
             return CompiledExperts(spec, router, compiled)
         products = [(gate_up.product, down.product) for gate_up, down in layers]
-        return Experts(spec, router, products, lambda product: product, self._around[2])
+        return Experts(spec, router, products, lambda product: product, self._around.activate)
 
     def lookup(self, table: torch.Tensor | InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
         """Rows of a table, times a factor; valid until the next lookup of as many columns."""
