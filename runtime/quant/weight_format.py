@@ -8,30 +8,95 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from runtime.base.model.sharding import Part
+from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
 
 Shape = tuple[int, ...]
 Tensors = tuple[torch.Tensor, ...]  # a weight on the device: values, and scales or more as its format needs them
 
 
-class TensorSource(Protocol):
-    """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint). Callers never write to its tensors."""
+class TensorSource(ABC):
+    """The tensors of a model under Hugging Face names: a checkpoint, perhaps with updates over it.
 
-    def names(self) -> Sequence[str]: ...
-    def __contains__(self, name: str) -> bool: ...
-    def shape(self, name: str) -> Shape: ...
-    def type_name(self, name: str) -> str: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor: ...
+    Callers never write to a tensor."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """All tensors, sorted."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """True if there is a tensor of this name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor without reading it; a linear layer's is (out, in)."""
+
+    @abstractmethod
+    def type_name(self, name: str) -> str:
+        """The type of a tensor in its file, such as BF16 or Q4_K."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor's numbers before they are converted."""
+
+    @abstractmethod
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """Return a tensor, read, dequantized if needed, and converted. Of a part, only its bytes are read if possible.
+
+        Raises CallboardError for an unknown name."""
+
     def blocks(
-        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
-    ) -> torch.Tensor: ...  # of a GGUF tensor
-    def is_dense(self, name: str) -> bool: ...  # it has a dense tensor in place of the weight that files have quantized
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """Return blocks of a quantized GGUF tensor, unchanged: uint8 [rows, blocks, bytes]."""
+        raise CallboardError(f"Tensor {name} has no blocks; its config.json calls it one of a GGUF file.")
+
+    def is_dense(self, name: str) -> bool:
+        """True if there is a dense tensor in place of a quantized weight, which only updates bring."""
+        return False
+
+
+class SourceOver(TensorSource):
+    """The tensors of another source; a subclass changes some."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+
+    def names(self) -> Sequence[str]:
+        return self.source.names()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def shape(self, name: str) -> Shape:
+        return self.source.shape(name)
+
+    def type_name(self, name: str) -> str:
+        return self.source.type_name(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+    def is_dense(self, name: str) -> bool:
+        return self.source.is_dense(name)
+
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        return self.source.tensor(name, dtype, device, part)
+
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        return self.source.blocks(name, num_bytes, device, part)
 
 
 class Location(NamedTuple):
