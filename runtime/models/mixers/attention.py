@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from runtime.base.model.attention_spec import AttentionSpec
 from runtime.kernels.attention.rope import Heads
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.heads_norm import HeadsNorm
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import AttentionMetadata
+from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache
 
 
@@ -36,6 +39,38 @@ class AttentionMixer:
     # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window, soft cap
     # and sinks
     attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
+
+    @classmethod
+    def build(cls, spec: AttentionSpec, maps: LinearMaps, prefix: str, rope: int, num_positions: int) -> AttentionMixer:
+        """The attention of the layer with this prefix."""
+        heads: Heads = "q" if spec.kv_source is not None else "qk" if spec.keys_as_values else "qkv"
+        q_norm = k_norm = None
+        if spec.qk_norm == "head":
+            q_norm = maps.turned(f"{prefix}q_norm")
+            k_norm = q_norm if heads == "q" else maps.turned(f"{prefix}k_norm")
+        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
+        return cls(
+            maps.kernels,
+            maps.spec.norm_eps,
+            qkv,
+            out,
+            num_heads=spec.num_heads + (len(heads) - 1) * spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            heads_norm=maps.heads_norm(prefix) if spec.qk_norm == "all" else None,
+            heads=heads,
+            v_norm=spec.v_norm,
+            rope=rope,
+            attention=partial(
+                maps.kernels.attention,
+                scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+                window=spec.window if spec.window < num_positions else 0,
+                soft_cap=spec.soft_cap,
+                sinks=maps.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
+            ),
+        )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, KVLayer)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.states.state_rows import DeltaState
 from runtime.kernels.table import Kernels
+from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache
 
 
@@ -28,6 +30,24 @@ class DeltaRuleMixer:
     mix_norm: torch.Tensor  # [value_dim]
     values: int  # columns of z
     tiled: bool  # the order of value heads (DeltaRuleSpec)
+
+    @classmethod
+    def build(cls, spec: DeltaRuleSpec, maps: LinearMaps, prefix: str) -> DeltaRuleMixer:
+        """The mixer of the layer with this prefix."""
+        own = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
+        return cls(
+            maps.kernels,
+            maps.spec.norm_eps,
+            into=maps.linear(prefix, "mix_in"),
+            gates=maps.optional(prefix, "mix_gates"),
+            out=maps.linear(prefix, "mix_out"),
+            conv=own["conv"].squeeze(1),
+            decay_log=own["decay_log"].float(),
+            decay_bias=own["decay_bias"].float(),
+            mix_norm=own["mix_norm"],
+            values=spec.values,
+            tiled=spec.tiled,
+        )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, DeltaState)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from runtime.base.model.latent_spec import LatentSpec
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import LatentKernels
+from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache
 
 
@@ -32,6 +34,29 @@ class LatentMixer:
     head_dim: int  # of q
     scale: float
     interleaved: bool  # the pairs of rotary positions (RopeSpec)
+    rope: int  # index of its rotary table
+
+    @classmethod
+    def build(cls, spec: LatentSpec, maps: LinearMaps, prefix: str, rope: int) -> LatentMixer:
+        """The attention of the layer with this prefix."""
+        norms = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
+        return cls(
+            maps.kernels.latent,
+            maps.spec.norm_eps,
+            into=maps.linear(prefix, "latent_in"),
+            out=maps.linear(prefix, "out"),
+            into_kv=maps.optional(prefix, "latent_kv"),
+            q_up=maps.optional(prefix, "latent_q"),
+            up=_from_latents(spec, maps, prefix),
+            q_norm=norms.get("q_a_norm"),
+            kv_norm=norms["kv_a_norm"],
+            latent_eps=spec.norm_eps,
+            stored=spec.stored,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            interleaved=spec.rope.interleaved,
+            rope=rope,
+        )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, KVLayer)
@@ -45,7 +70,9 @@ class LatentMixer:
         if self.q_up is not None:
             q = self.q_up.normed(q, self.q_norm, self.latent_eps)
         heads = q.unflatten(1, (-1, self.head_dim))
-        self.kernels.store(heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved)
+        self.kernels.store(
+            heads, latents, step.ropes[self.rope], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved
+        )
         return self.kernels.attention(heads, kv, rows, self.up, scale=self.scale)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> LatentMixer:
@@ -54,3 +81,17 @@ class LatentMixer:
         return replace(
             self, into=change(self.into, "latent_in"), into_kv=into_kv, q_up=q_up, out=change(self.out, "out")
         )
+
+
+def _from_latents(spec: LatentSpec, maps: LinearMaps, prefix: str) -> Any:
+    """The map from latents to keys and values, as the backend has it."""
+    heads, kernels = spec.num_heads, maps.kernels
+    if spec.split_up and kernels.compiled is not None and kernels.compiled.latents is not None:
+        absorb, values = (maps.stored(f"{prefix}{name}.weight") for name in ("k_b", "v_b"))
+        return kernels.compiled.latents.up_of_maps(absorb, values, heads)
+    if not spec.split_up:
+        whole = maps.read(f"{prefix}kv_b.weight")[0].view(heads, spec.expanded, spec.rank)
+        return kernels.latent.up(whole, spec.nope_dim)
+    keys = maps.read(f"{prefix}k_b.weight")[0].view(heads, spec.rank, spec.nope_dim)
+    values = maps.read(f"{prefix}v_b.weight")[0].view(heads, spec.value_dim, spec.rank)
+    return kernels.latent.up(torch.cat((keys.transpose(1, 2), values), 1), spec.nope_dim)
