@@ -42,6 +42,11 @@ class AttentionSpec:
     kv_source: int | None = None  # the earlier layer with its keys and values; None if it stores them
 
     @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
     def cached(self) -> CachedShape:
         """The shape of its keys and values."""
         return CachedShape(self.num_kv_heads, self.head_dim)

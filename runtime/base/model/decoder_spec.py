@@ -236,29 +236,24 @@ class DecoderSpec:
 
         Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
-        attentions, parts = self.attentions, defaultdict[tuple[CachedShape, bool, int], list[int]](list)
-        for i, mixer in attentions.items():
-            if mixer.kv_source is None:
-                parts[mixer.cached, mixer.window > 0, mixer.window if mixer.window < longest else 0].append(i)
+        parts = defaultdict[tuple[CachedShape, bool, int | None], list[int]](list)
+        sources = list(range(self.num_layers))
+        for i, mixer in self.attentions.items():
+            if mixer.kv_source is not None:
+                sources[i] = mixer.kv_source
+            else:
+                window = mixer.window if 0 < mixer.window < longest else None
+                parts[mixer.cached, mixer.window > 0, window].append(i)
         groups = [
-            KVGroupSpec(
-                tuple(layers),
-                *shape[:2],
-                stored,
-                scale_dtype if shape.vectors == 2 else None,
-                window or None,
-                shape.vectors,
-            )
-            for (shape, _, window), layers in sorted(parts.items(), key=lambda part: part[0][1:])
+            KVGroupSpec(tuple(layers), *shape[:2], stored, scale_dtype, window, shape.vectors)
+            for (shape, _, window), layers in sorted(parts.items(), key=lambda part: part[0][1])
         ]
-        owners = tuple(range(self.num_layers))
-        shared = {i: mixer.kv_source for i, mixer in attentions.items() if mixer.kv_source is not None}
-        sources = tuple(shared.get(i, i) for i in owners)
         if len(self._cached_shapes) == 1 and len({group.window for group in groups} - {None}) < 2:
             divided = window_groups(groups, longest)
         else:
             divided = groups_of_shapes(groups, longest or 1)
-        return KVCacheSpec(divided, self._states(dtype), sources if sources != owners else ())
+        has_shared = sources != list(range(self.num_layers))
+        return KVCacheSpec(divided, self._states(dtype), tuple(sources) if has_shared else ())
 
     @property
     def _cached_shapes(self) -> set[CachedShape]:

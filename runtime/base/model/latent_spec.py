@@ -45,6 +45,11 @@ class LatentSpec:
         return self.rank + self.rope_dim
 
     @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
     def cached(self) -> CachedShape:
         """The shape of the cache: one vector."""
         return CachedShape(1, self.stored, vectors=1)

@@ -23,18 +23,16 @@ from runtime.models.mixers.mixer import ForwardStep, LayerCache
 class AttentionMixer:
     """The weights of a layer. q, k and v are one linear map, with the output's gate before them."""
 
+    spec: AttentionSpec
     kernels: Kernels
     eps: float  # of the norms
     qkv: Linear
     out: Linear
-    num_heads: int  # of q, k and v together, without the kinds that `heads` lacks
-    head_dim: int
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
     q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
     k_norm: torch.Tensor | None
     heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
     heads: Heads  # of `qkv`
-    v_norm: bool  # of each head, without a weight
     rope: int  # index of its rotary table
     # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window, soft cap
     # and sinks
@@ -50,22 +48,20 @@ class AttentionMixer:
             k_norm = q_norm if heads == "q" else maps.turned(f"{prefix}k_norm")
         qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
         return cls(
+            spec,
             maps.kernels,
             maps.spec.norm_eps,
             qkv,
             out,
-            num_heads=spec.num_heads + (len(heads) - 1) * spec.num_kv_heads,
-            head_dim=spec.head_dim,
             gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
             q_norm=q_norm,
             k_norm=k_norm,
             heads_norm=maps.heads_norm(prefix) if spec.qk_norm == "all" else None,
             heads=heads,
-            v_norm=spec.v_norm,
             rope=rope,
             attention=partial(
                 maps.kernels.attention,
-                scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+                scale=spec.score_scale,
                 window=spec.window if spec.window < num_positions else 0,
                 soft_cap=spec.soft_cap,
                 sinks=maps.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
@@ -80,9 +76,9 @@ class AttentionMixer:
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
-        of_heads, norms = qkv.view(len(qkv), self.num_heads, self.head_dim), (self.q_norm, self.k_norm)
+        of_heads, norms = qkv.unflatten(1, (-1, self.spec.head_dim)), (self.q_norm, self.k_norm)
         q = kernels.rope_store_kv(
-            of_heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales, self.heads, self.v_norm
+            of_heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales, self.heads, self.spec.v_norm
         )
         if step.query_scales is not None:
             q.mul_(step.query_scales)

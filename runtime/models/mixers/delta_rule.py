@@ -19,6 +19,7 @@ from runtime.models.mixers.mixer import ForwardStep, LayerCache
 class DeltaRuleMixer:
     """The weights of a layer."""
 
+    spec: DeltaRuleSpec
     kernels: Kernels
     eps: float  # of the norm
     into: Linear  # to q, k, v | z, the gate of the output | with `gates` None: logits of rate and decay
@@ -28,14 +29,13 @@ class DeltaRuleMixer:
     decay_log: torch.Tensor  # [value_heads] float32
     decay_bias: torch.Tensor  # [value_heads] float32
     mix_norm: torch.Tensor  # [value_dim]
-    values: int  # columns of z
-    tiled: bool  # the order of value heads (DeltaRuleSpec)
 
     @classmethod
     def build(cls, spec: DeltaRuleSpec, maps: LinearMaps, prefix: str) -> DeltaRuleMixer:
         """The mixer of the layer with this prefix."""
         own = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
         return cls(
+            spec,
             maps.kernels,
             maps.spec.norm_eps,
             into=maps.linear(prefix, "mix_in"),
@@ -45,8 +45,6 @@ class DeltaRuleMixer:
             decay_log=own["decay_log"].float(),
             decay_bias=own["decay_bias"].float(),
             mix_norm=own["mix_norm"],
-            values=spec.values,
-            tiled=spec.tiled,
         )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
@@ -54,11 +52,11 @@ class DeltaRuleMixer:
         rows, (channels, _) = step.batch.states, self.conv.shape
         assert rows is not None
         x = self.into.normed(h, norm, self.eps)
-        z, end = x[:, channels : channels + self.values], channels + self.values
+        z, end = x[:, channels : channels + self.spec.values], channels + self.spec.values
         gates = x[:, end:] if self.gates is None else self.gates.normed(h, norm, self.eps)
         qkv = self.kernels.causal_conv(x[:, :channels], self.conv, None, rows, cache)
         weights = self.decay_log, self.decay_bias, self.mix_norm
-        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache, self.tiled)
+        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache, self.spec.tiled)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> DeltaRuleMixer:
         gates = None if self.gates is None else change(self.gates, "mix_gates")

@@ -20,6 +20,7 @@ from runtime.models.mixers.mixer import ForwardStep, LayerCache
 class LatentMixer:
     """The weights of a layer."""
 
+    spec: LatentSpec
     kernels: LatentKernels
     eps: float  # of the norm before the layer
     into: Linear  # to q, or to its latent | with `into_kv` None: the latent of keys and values, and the rotary key
@@ -29,11 +30,6 @@ class LatentMixer:
     up: Any  # kv_b, as `kernels.up` makes it
     q_norm: torch.Tensor | None  # [q_rank], with q_up
     kv_norm: torch.Tensor  # [rank]
-    latent_eps: float  # of both norms
-    stored: int  # numbers of a token in the cache
-    head_dim: int  # of q
-    scale: float
-    interleaved: bool  # the pairs of rotary positions (RopeSpec)
     rope: int  # index of its rotary table
 
     @classmethod
@@ -41,6 +37,7 @@ class LatentMixer:
         """The attention of the layer with this prefix."""
         norms = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
         return cls(
+            spec,
             maps.kernels.latent,
             maps.spec.norm_eps,
             into=maps.linear(prefix, "latent_in"),
@@ -50,30 +47,25 @@ class LatentMixer:
             up=_from_latents(spec, maps, prefix),
             q_norm=norms.get("q_a_norm"),
             kv_norm=norms["kv_a_norm"],
-            latent_eps=spec.norm_eps,
-            stored=spec.stored,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
-            interleaved=spec.rope.interleaved,
             rope=rope,
         )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, KVLayer)
-        kv, _, group = cache
+        spec, (kv, _, group) = self.spec, cache
         kv_index, rows = step.batch.groups[group]
         q = self.into.normed(h, norm, self.eps)
         if self.into_kv is None:
-            q, latents = q[:, : -self.stored], q[:, -self.stored :]
+            q, latents = q[:, : -spec.stored], q[:, -spec.stored :]
         else:
             latents = self.into_kv.normed(h, norm, self.eps)
         if self.q_up is not None:
-            q = self.q_up.normed(q, self.q_norm, self.latent_eps)
-        heads = q.unflatten(1, (-1, self.head_dim))
+            q = self.q_up.normed(q, self.q_norm, spec.norm_eps)
+        heads = q.unflatten(1, (-1, spec.head_dim))
         self.kernels.store(
-            heads, latents, step.ropes[self.rope], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved
+            heads, latents, step.ropes[self.rope], self.kv_norm, spec.norm_eps, kv, kv_index, spec.rope.interleaved
         )
-        return self.kernels.attention(heads, kv, rows, self.up, scale=self.scale)
+        return self.kernels.attention(heads, kv, rows, self.up, scale=spec.score_scale)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> LatentMixer:
         into_kv = None if self.into_kv is None else change(self.into_kv, "latent_kv")
