@@ -212,8 +212,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     norm: Norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
         gated_activation_exact if deterministic else gated_activation_torch,
-        activation=spec.activation,
-        gated=spec.gated,
+        activation=spec.ffn.activation,
+        gated=spec.ffn.gated,
     )
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -290,7 +290,7 @@ def _llvm(references: Kernels, compiled: CompiledOperations) -> Kernels:
 
 
 def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
-    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    deterministic, activation, gated = numerics.deterministic, spec.ffn.activation, spec.ffn.gated
     norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
     activate = partial(gated_activation_triton, activation=activation, gated=gated)
     chosen: dict[str, Any] = {"activation": activation, "deterministic": deterministic, "dtype": numerics.dtype}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec, ExpertsSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.base.model.sharding import Part
 from runtime.kernels.collectives.communicator import OneRank
@@ -52,6 +52,10 @@ class LinearMaps:
         if name in SUMS:
             return self._sum(prefix, name)
         return self.columns(self._parts(prefix, name), self._bias(prefix, name))
+
+    def optional(self, prefix: str, name: str) -> Linear | None:
+        """A fused linear map, or None if the layer lacks it."""
+        return self.linear(prefix, name) if name in self.spec.linears(_layer_of(prefix)) else None
 
     def whole(self, prefix: str, name: str) -> Linear:
         """A map without a bias that every rank has as a whole."""
@@ -117,9 +121,9 @@ class LinearMaps:
     def turned(self, name: str) -> torch.Tensor:
         """The weight of a norm of q or k, in the order that `rope_table` needs."""
         weight = self.dense(name)
-        if not self.spec.rope.reorders_heads:
-            return weight
-        return weight.view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
+        attention = self.spec.layers[_layer_of(name)].mixer
+        assert isinstance(attention, AttentionSpec)
+        return weight.view(-1, attention.head_dim)[:, rope_permutation(attention)].flatten()
 
     def _sum(self, prefix: str, name: str) -> Linear:
         return self._own(prefix, name)
@@ -172,23 +176,23 @@ def row_order(spec: DecoderSpec, layer: int, name: str) -> torch.Tensor | None:
 
     Heads of q and k are in the order of `rope_table`, and rows that the checkpoint groups by head in that of UNGROUPED.
     """
-    if not spec.reorders(name):
+    mixer = spec.layers[layer].mixer
+    if not mixer.reorders(name):
         return None
-    if name != "qkv":
-        return _without_key_heads(spec, spec.linears(layer)[name][0])
-    heads = torch.arange(spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    if not spec.output_gate:
-        return (heads[:, None] + rope_permutation(spec)).flatten()
-    pairs = torch.arange(spec.num_heads)[:, None] * 2 * spec.head_dim  # each head of q is followed by its gate
-    gate = pairs + spec.head_dim + torch.arange(spec.head_dim)
-    k = heads[spec.num_heads :, None] + spec.num_heads * spec.head_dim + rope_permutation(spec)
-    return torch.cat((gate, pairs + rope_permutation(spec), k)).flatten()
+    if isinstance(mixer, DeltaRuleSpec):
+        return _without_key_heads(mixer, spec.linears(layer)[name][0])
+    assert isinstance(mixer, AttentionSpec)
+    dim, turned = mixer.head_dim, rope_permutation(mixer)
+    heads = torch.arange(mixer.num_heads + mixer.num_kv_heads)[:, None] * dim
+    if not mixer.output_gate:
+        return (heads + turned).flatten()
+    pairs = torch.arange(mixer.num_heads)[:, None] * 2 * dim  # each head of q is followed by its gate
+    gate, k = pairs + dim + torch.arange(dim), heads[mixer.num_heads :] + mixer.num_heads * dim + turned
+    return torch.cat((gate, pairs + turned, k)).flatten()
 
 
-def _without_key_heads(spec: DecoderSpec, parts: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+def _without_key_heads(mixer: DeltaRuleSpec, parts: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
     """The order for q, k, v, z, b and a. Each part has the rows of a key head together."""
-    mixer = spec.mixer
-    assert isinstance(mixer, DeltaRuleSpec)
     group = mixer.value_heads // mixer.key_heads
     sizes = {"mix_qkvz": [mixer.key_dim] * 2 + [group * mixer.value_dim] * 2, "mix_ba": [group] * 2}
     orders, at = list[torch.Tensor](), 0
@@ -199,13 +203,16 @@ def _without_key_heads(spec: DecoderSpec, parts: Mapping[str, tuple[int, ...]]) 
     return torch.cat(orders)
 
 
-def rope_permutation(spec: DecoderSpec) -> torch.Tensor:
+def rope_permutation(attention: AttentionSpec) -> torch.Tensor:
     """[head_dim]: the order of a head's dimensions in which i is rotated with i + head_dim / 2 (see rope_table).
 
     Checkpoints that rotate only the first dimensions pair these among themselves, and some checkpoints pair neighbours.
     Attention scores do not change if q and k are reordered alike."""
-    dims, rotary_dim = torch.arange(spec.head_dim), int(spec.head_dim * spec.rope.partial)
+    rope, dims = attention.rope, torch.arange(attention.head_dim)
+    if not rope.reorders_heads:
+        return dims
+    rotary_dim = int(attention.head_dim * rope.partial)
     turned, others = dims[:rotary_dim], dims[rotary_dim:]
-    pairs = (turned[::2], turned[1::2]) if spec.rope.interleaved else turned.tensor_split(2)
+    pairs = (turned[::2], turned[1::2]) if rope.interleaved else turned.tensor_split(2)
     halves = zip(pairs, others.tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])

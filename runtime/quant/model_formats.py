@@ -151,10 +151,12 @@ def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | N
 def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], bool]:
     """The weights of the fused layer with this one, which stay quantized together, and whether their rows move."""
     prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-    linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
-    for name, (parts, _) in linears.items():
+    if not prefix:
+        return (parameter,), False
+    layer = int(prefix.partition(".")[2])
+    for name, (parts, _) in spec.linears(layer).items():
         if part in parts:
-            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.reorders(name)
+            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.layers[layer].mixer.reorders(name)
     return (parameter,), False
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.cpu.experts.choice import choose_experts, order_choices
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts
 from runtime.kernels.cpu.operations import CompiledOperations
@@ -19,9 +19,10 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.numerics import Numerics
 from tests.cpu_kernels.test_int_product import FORMS, draw_weight
 from tests.support.kernels.compiled import call
+from tests.support.models.specs import dense_spec
 
 HIDDEN, FFN = 256, 256
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=1, hidden_size=HIDDEN, num_heads=2, num_kv_heads=2, head_dim=32, ffn_size=FFN, vocab_size=32,
     max_positions=16, norm_eps=1e-5,
 )  # fmt: skip

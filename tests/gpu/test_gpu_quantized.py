@@ -1,7 +1,5 @@
 """Quantized weights that are unpacked and widened on a GPU have the bits that a CPU gives them."""
 
-from dataclasses import replace
-
 import gguf
 import pytest
 import torch
@@ -25,6 +23,7 @@ from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LLAMA, logits
 from tests.support.models.quantized_tensors import Tensors, equal, layout_of, random_weight
 from tests.support.models.runner_driver import TINY, tiny_runner
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -100,7 +99,7 @@ def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
         "runtime.quant.model_formats.backend_format",
         lambda numerics: backend_format(numerics) if numerics.backend == "triton" else PlainFormat,
     )
-    spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
+    spec = changed(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
     settings = {"device": "cuda", "dtype": "bfloat16", "quantization": form, "head_quantization": "int8"}
     settings |= {"cuda_graphs": False}  # their replays would not show logits
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))

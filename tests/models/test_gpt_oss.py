@@ -30,6 +30,7 @@ from tests.support.models.family_cases import CONTEXT, save_model, spec_of
 from tests.support.models.gguf_export import export
 from tests.support.models.quantized_tensors import numerics
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.specs import field_of
 from tests.support.models.tiny_gguf import TINY_TOKENS, write_tiny_gguf
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
@@ -193,14 +194,17 @@ def test_stacks_of_other_families_stay_halves():
 
 def test_the_published_config_is_read():
     spec, _ = load_spec(PUBLISHED["gpt-oss-120b"])
-    assert spec.rope == RopeSpec(
+    assert field_of(spec, "rope") == RopeSpec(
         150_000.0, "yarn", 32.0, original_positions=4096, attention_factor=1.3465735902799727, truncate=False
     )
-    assert (spec.window, spec.sliding[:3], spec.max_positions) == (128, (True, False, True), 131072)
-    assert all((spec.sinks, spec.ffn_bias, spec.qkv_bias, spec.out_bias, not spec.tied_head))
+    assert (field_of(spec, "window")[:3], spec.max_positions) == ((128, 0, 128), 131072)
+    assert all(field_of(spec, name) for name in ("sinks", "ffn_bias", "qkv_bias", "out_bias"))
+    assert not spec.tied_head
     assert len(spec.quantization or {}) == 36 * 128 * 3
     with pytest.raises(CallboardError, match=r"swiglu_alpha is 1\.5; supported is 1\.702"):
         load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_alpha": 1.5})
+    with pytest.raises(CallboardError, match=r"clamped to 9\.0; only 7\.0 is supported"):
+        load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_limit": 9})
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers():

@@ -30,10 +30,11 @@ from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import logits
 from tests.support.models.quantized_tensors import CPU, equal, layout_of, random_weight, source_of
 from tests.support.models.runner_driver import Driver, open_runner, tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
 LLVM = Numerics(torch.float32, CPU, "llvm", packed=False, deterministic=False)
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8, "MXFP4": 4}
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=1, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, ffn_size=256, vocab_size=131,
     max_positions=64, norm_eps=1e-5,
 )  # fmt: skip
@@ -119,7 +120,7 @@ def maps_of(spec: DecoderSpec) -> tuple[LinearMaps, dict[str, torch.Tensor]]:
 )
 def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
     names = [f"layers.0.{part}.weight" for part in "qkv"]
-    spec = replace(SPEC, rope=rope, quantization=dict(zip(names, map(gguf_scheme, kinds), strict=True)))
+    spec = changed(SPEC, rope=rope, quantization=dict(zip(names, map(gguf_scheme, kinds), strict=True)))
     maps, dense = maps_of(spec)
     layer = maps.linear("layers.0.", "qkv")
     assert len(layer.parts) == num_parts
@@ -142,7 +143,7 @@ def test_a_dense_part_makes_the_layer_dense():
 @pytest.mark.parametrize("dense_shared", [False, True])
 def test_experts_may_differ_in_form(dense_shared):
     kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}
-    spec = replace(SPEC, experts=ExpertsSpec(3, 2, normalized=True, shared=1))
+    spec = changed(SPEC, experts=ExpertsSpec(3, 2, normalized=True, shared=1))
     schemes = {
         f"layers.0.experts.{e}.{part}.weight": gguf_scheme("Q8_0" if e == 3 else kind)
         for e in range(4)
@@ -185,7 +186,7 @@ def test_the_head_in_leaves_is_a_second_copy():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_have_quantized_weights_too(dtype):
-    spec = replace(SPEC, num_layers=2, max_positions=256)
+    spec = changed(SPEC, num_layers=2, max_positions=256)
     wide, narrow = (tiny_runner(spec, quantization="int8", dtype=each) for each in ("float32", dtype))
     assert narrow.info.weight_formats == wide.info.weight_formats == "int8 rows"
     found = []
@@ -198,7 +199,7 @@ def test_other_dtypes_have_quantized_weights_too(dtype):
 
 def test_embeddings_of_layers_become_int8():
     """They are half of the weights of Gemma 4 E2B."""
-    spec = replace(SHAPES, hidden_size=64, ffn_size=96, layer_embed_size=32)
+    spec = changed(SHAPES, hidden_size=64, ffn_size=96, embed_size=32)
     runner, plain = (tiny_runner(spec, quantization=kind, kernel_backend="llvm") for kind in ("int8", "none"))
     saved = plain.memory.weights - runner.memory.weights
     assert saved > 2.9 * spec.vocab_size * spec.num_layers * 32

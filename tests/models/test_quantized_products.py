@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.types import CallboardError
 from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
@@ -22,6 +22,7 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.triton_format import TritonFormat
 from runtime.worker.runner import choose_numerics
 from tests.support.models.runner_driver import tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
@@ -96,13 +97,13 @@ def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
 
 def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
-    spec = DecoderSpec(
+    spec = dense_spec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
         max_positions=64, norm_eps=1e-6,
     )  # fmt: skip
 
-    def widened(form: str, parts: str, numerics: Numerics = GPU, **changed: object) -> int:
-        model = replace(spec, **changed)
+    def widened(form: str, parts: str, numerics: Numerics = GPU, **fields: object) -> int:
+        model = changed(spec, **fields)
         names = [name for name in model.shapes() if name.rpartition(".")[0].rpartition(".")[2] in parts.split()]
         schemes = dict.fromkeys(names, QuantizationScheme(PLAIN, form))
         return dequantized_copy_bytes(replace(model, quantization=schemes), numerics)

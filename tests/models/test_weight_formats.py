@@ -29,6 +29,7 @@ from runtime.quant.weight_format import DENSE
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_format import PlainFormat
 from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
+from tests.support.models.specs import changed, dense_spec, field_of
 
 FLOAT32 = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 LLAMA = {
@@ -197,7 +198,10 @@ def test_every_parameter_has_a_sharding_rule():
 
 def test_ranks_have_every_head_token_and_its_keys():
     """This holds for fewer KV heads than ranks, and for a number of tokens that does not divide."""
-    spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused_qkv=True, fused_gate_up=True)
+    spec = dense_spec(
+        num_layers=1, hidden_size=96, num_heads=16, num_kv_heads=4, head_dim=8, ffn_size=64, vocab_size=32000,
+        max_positions=64, norm_eps=1e-6, fused_qkv=True, fused_gate_up=True,
+    )  # fmt: skip
     for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
         ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]
         assert {rank.vocab_size for rank in ranks} == shares
@@ -207,8 +211,8 @@ def test_ranks_have_every_head_token_and_its_keys():
             assert heads == range(rank * 16 // size, (rank + 1) * 16 // size)
             assert {head // 4 for head in heads} == set(range((k.start - 128) // 8, (k.stop - 128) // 8))
             assert (v.start - k.start, v.stop - k.stop) == (32, 32)
-    thirds = [replace(spec, num_heads=9, num_kv_heads=3, ffn_size=1536).of_rank(Shard(rank, 3)) for rank in range(3)]
-    assert [(own.num_heads, own.num_kv_heads, own.ffn_size) for own in thirds] == [(3, 1, 512)] * 3
+    thirds = [changed(spec, num_heads=9, num_kv_heads=3, ffn_size=1536).of_rank(Shard(rank, 3)) for rank in range(3)]
+    assert [(own.num_heads, field_of(own, "num_kv_heads"), own.ffn.size) for own in thirds] == [(3, 1, 512)] * 3
     assert [own.token_ids for own in thirds] == [range(10667), range(10667, 21334), range(21334, 32000)]
     nested = [[spec.of_rank(Shard(r, size)).token_ids for r in range(size)] for size in (2, 8)]
     odd = [Shard(rank, 4).vocabulary(101) for rank in range(4)]
@@ -251,11 +255,11 @@ def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
     says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows;"
     with pytest.raises(CallboardError, match=says):
         check_products(spec.of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
-    check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
+    check_products(changed(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
 
 
 def test_random_weights_of_ranks_are_parts_of_one_model():
-    spec = replace(TINY, num_heads=4, num_kv_heads=2)
+    spec = changed(TINY, num_heads=4, num_kv_heads=2)
     read_whole = draw(spec, FLOAT32, 3)
     whole = {name: read_whole(name).dense for name in spec.shapes()}
     for rank in range(4):

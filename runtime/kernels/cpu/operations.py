@@ -40,8 +40,8 @@ class CompiledOperations:
     ) -> None:
         self.launcher = Launcher()
         self._numerics, self._linear = numerics, linear
-        self.rows = CompiledRows(self.launcher, norm, activate, spec.activation, spec.gated)
-        self._around = Around(self.launcher, norm, self.rows.activate, spec.activation, spec.gated)
+        self.rows = CompiledRows(self.launcher, norm, activate, spec.ffn.activation, spec.ffn.gated)
+        self._around = Around(self.launcher, norm, self.rows.activate, spec.ffn.activation, spec.ffn.gated)
         # These take float32 rows; steps then make `TiledRows`.
         is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or spec.latent.has_whole_blocks(ROWS))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
