@@ -84,7 +84,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
     dense = _taken_apart(spec, shapes, numerics)
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    of_experts = _weights_of_experts(spec, whole_shapes)
+    mixtures = _mixtures(spec, whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
@@ -125,7 +125,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
         is_table = parameter in ("embed", "layer_embed")
-        experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
+        experts = mixtures.get(parameter)
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
         stay = agree(names, reordered) and (not is_table or (kept is not None and kept.table_rows > 0))
         if not stay and (is_table or scheme.layout == PLAIN):
@@ -160,19 +160,14 @@ def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], 
     return (parameter,), False
 
 
-def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[str, bool], tuple[str, ...]]:
-    """Layer, True for shared experts -> the weights of these experts."""
-    of_layer = defaultdict[tuple[str, bool], list[str]](list)
+def _mixtures(spec: DecoderSpec, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """A weight of an expert -> the weights of its mixture, or of the shared experts."""
+    groups = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
-        if ".experts." in name and name.endswith(".weight"):
-            of_layer[_layer_of_expert(spec, name)].append(name)
-    return {layer: tuple(weights) for layer, weights in of_layer.items()}
-
-
-def _layer_of_expert(spec: DecoderSpec, parameter: str) -> tuple[str, bool]:
-    layer, _, name = parameter.partition(".experts.")
-    assert spec.experts is not None
-    return layer, int(name.partition(".")[0]) >= spec.experts.num_experts
+        layer, _, expert = name.partition(".experts.")
+        if expert.endswith(".weight") and spec.experts is not None:
+            groups[layer, int(expert.partition(".")[0]) >= spec.experts.num_experts].append(name)
+    return {name: together for group in groups.values() if (together := tuple(group)) for name in group}
 
 
 def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> bool:
@@ -264,15 +259,10 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
     """Raise CallboardError if this device lacks products for the settings of `config`.
 
     That is an encoding without products, leaves without kernels, or a quantized weight that ranks cannot divide."""
-    if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
+    lacking = "mixtures of experts have" if spec.experts else "latent attention has" if spec.latent else ""
+    if lacking and numerics.rank_invariant and numerics.backend == "triton":
         raise CallboardError(
-            "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
-            "kernel_backend=torch."
-        )
-    if numerics.rank_invariant and numerics.backend == "triton" and spec.latent is not None:
-        raise CallboardError(
-            "rank_invariant is on, for which latent attention has no kernels on a GPU; leave it off, or use "
-            "kernel_backend=torch."
+            f"rank_invariant is on, for which {lacking} no kernels on a GPU; leave it off, or use kernel_backend=torch."
         )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
     can = encodings_at_load(numerics)
