@@ -256,8 +256,8 @@ class RunnerUpdates:
 
 def _tensors_of(source: ModelSource, parts: UpdateParts) -> TensorSource:
     """The tensors of a checkpoint. Raises CallboardError if its weights cannot be updated."""
-    mixer = parts.spec.mixer
-    if isinstance(mixer, DeltaRuleSpec) and mixer.tiled:
+    states = parts.spec.states
+    if isinstance(states, DeltaRuleSpec) and states.tiled:
         raise CallboardError(
             "weight_updates is on, but this GGUF file has the heads of states in another order than trainers; serve "
             "the model from safetensors files."

@@ -67,15 +67,14 @@ _FORMS_PROBE = """
 import json
 from runtime.base.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.model_formats import encodings_at_load
+from runtime.quant.model_formats import backend_format, encodings_at_load
 from runtime.quant.encodings import Integer4
-from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
 own = choose_numerics(EngineConfig())
 four_bits = Integer4("int4", group_size=32, has_zero_points=True)
-products = products_of(own)
-stay = products is not None and products.takes(four_bits)
+kept = backend_format(own)
+stay = kept is not None and kept.takes(four_bits)
 print(json.dumps({"forms": [form for form in GROUPS if form in encodings_at_load(numerics[form])], "stay": stay,
                   "dtype": own.dtype_name, "bits": 8 * own.dtype.itemsize}))
 """
