@@ -47,7 +47,7 @@ def held_dense(name: str, numbers: torch.Tensor) -> HeldWeight:
 
 
 def joined(weights: Sequence[HeldWeight], row_order: torch.Tensor | None = None) -> list[HeldWeight]:
-    """Join neighbours whose formats join. The first rows are reordered if an order is given."""
+    """Join neighbours with formats that join. The first rows are reordered if an order is given."""
     groups, found, at = list[list[HeldWeight]](), list[HeldWeight](), 0
     for weight in weights:
         if groups and groups[-1][0].weight_format.joins(weight.weight_format):
