@@ -42,7 +42,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import build_decoder
 from runtime.models.weights import read_from
 from runtime.quant.encodings import ENCODINGS, Encoding
-from runtime.quant.weight_format import Weight
+from runtime.quant.held_weight import HeldWeight, held_dense
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.sources import CheckpointSource
 
@@ -66,11 +66,11 @@ class RoundedSource(CheckpointSource):
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         read = read_from(self.checkpoint, spec, self.weight_map, numerics)
 
-        def rounded(parameter: str) -> Weight:
+        def rounded(parameter: str) -> HeldWeight:
             weight = read(parameter)
             if not parameter.endswith(".weight") or ".router." in parameter:
                 return weight
-            return (self.form.dequantize(self.form.encode(weight[0].float()), numerics.dtype),)
+            return held_dense(parameter, self.form.dequantize(self.form.encode(weight.dense.float()), numerics.dtype))
 
         return build_decoder(spec, numerics, max_model_len, rounded)
 
