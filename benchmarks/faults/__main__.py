@@ -31,7 +31,7 @@ from benchmarks.faults.matrix import FAULTS, WHEN, Fault
 from benchmarks.faults.page import PLOT, draw, lines_of, write_page
 from benchmarks.library.measure import Results, new_parser
 
-_FIELDS = {  # of the application
+_FIELDS = {  # the application's settings
     "deterministic": True,
     "num_threads": 1,
     "kv_cache_memory": 0.3,

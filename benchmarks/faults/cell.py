@@ -22,13 +22,13 @@ from runtime.base.types import SamplingParams
 from runtime.llm import LLM
 from serve_app.tools.token_client import Reading, Server
 
-NUM_TOKENS = 150  # of an answer
-PROMPT_LENS = {"prefill": 1000, "states": 200}  # in the other columns: 20
+NUM_TOKENS = 150  # answer length
+PROMPT_LENS = {"prefill": 1000, "states": 200}  # 20 in the other columns
 _POLL_S = 0.1
 _LEAST_S = 2.0  # that each cell is watched for after its fault
-_WHOLE_S = 120.0  # for the application to be whole again
+_WHOLE_S = 120.0  # limit until the application is whole again
 _UPDATE_S = 30.0  # for an update of the weights to succeed when the application is whole
-_END_S = 60.0  # for the last answers
+_END_S = 60.0  # limit until the last answers
 
 
 class Asked(Protocol):
@@ -90,7 +90,7 @@ class Cell:
         self._stopping = asyncio.Event()
         self._clients = [Client(i) for i in range(len(answers.prompts))]
         self._tasks: list[asyncio.Task[None]] = []
-        self._trainers: list[Trainer] = []  # of the column update
+        self._trainers: list[Trainer] = []  # trainers in the column update
 
     def pids(self, role: str) -> list[int]:
         """The processes that a fault with this name hits."""

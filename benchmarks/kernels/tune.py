@@ -7,8 +7,8 @@
 
 An operation is a row of a table: its shapes, its forms of weights, its candidates and its layers. All candidates are
 compiled first, in processes side by side. Then each part of a layer gets each candidate in turn, among its neighbours:
-their starts and ends overlap with its own. Layers have data of their own, so that the cache holds none of it, and form
-one CUDA graph. `--rules` times the configurations of serving alone.
+their starts and ends overlap with its own. Each layer has its own data, so that the cache holds none, and all form one
+CUDA graph. `--rules` times the configurations of serving alone.
 
 Prints a JSON line for each candidate, and one for the best of each cell with the library's time. Times are microseconds
 a layer. The floor is the time to read a layer's bytes once at the measured memory speed.
@@ -31,12 +31,12 @@ from benchmarks.library.measure import Results, new_parser
 from runtime.kernels.triton_language import INTERPRETED
 
 OPERATIONS: dict[str, Operation] = {**PRODUCTS, "experts": EXPERTS}
-_SHARES = 16  # of a cell's candidates, which processes compile side by side
-_WORTH = 0.997  # of the best time; smaller differences are noise
+_SHARES = 16  # shares that processes compile side by side
+_WORTH = 0.997  # times the best; smaller differences are noise
 
 
 def compile_share(job: tuple[str, Cell, bool, int]) -> str:
-    """Compile one of `_SHARES` shares of a cell's candidates, without the GPU."""
+    """Compile one share of a cell's candidates, without the GPU."""
     name, cell, has_candidates, share = job
     errors = []
     with compile_only():
