@@ -1,4 +1,4 @@
-"""UndrawnTensors: names and shapes of a model with random weights, for updates that have all of its tensors."""
+"""UndrawnTensors: a random-weight model's names and shapes, for updates that have all its tensors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from runtime.base.types import CallboardError
 from runtime.loading.upload import Uploader
 from runtime.quant.weight_format import Shape, SourceOver, TensorSource
 
-Parts = tuple[Part | None, ...]  # of one tensor, along one dimension and apart from each other; (None,) for all of it
+Parts = tuple[Part | None, ...]  # one tensor's disjoint parts along one dimension; (None,) for all of it
 
 
 class Slice(NamedTuple):
@@ -29,9 +29,9 @@ class SliceSet:
     """Slices of several tensors, by the names in the checkpoint."""
 
     of: dict[str, list[Slice]] = field(default_factory=dict)
-    dense: set[str] = field(default_factory=set)  # tensors in place of quantized weights
-    seen: set[str] = field(default_factory=set)  # tensors of an update, also those without a slice for this rank
-    is_mapped: bool = False  # they lie in the pages of a file, which may leave memory
+    dense: set[str] = field(default_factory=set)  # tensors that replace quantized weights
+    seen: set[str] = field(default_factory=set)  # an update's tensors, including ones without a slice for this rank
+    is_mapped: bool = False  # they lie in a file's pages, which may leave memory
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class Overlay(SourceOver):
         self._uploader: Uploader | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        if name in self._slices and name not in self._dense:  # the checks of a quantized weight see its files
+        if name in self._slices and name not in self._dense:  # a quantized weight's checks see its files
             return self._slices[name][0].values.dtype
         return super().dtype(name)
 
@@ -84,7 +84,7 @@ class Overlay(SourceOver):
         (own, values), device = _slice_with(name, self._slices[name], part), torch.device(device)
         if device.type == "cuda" and name in self._mapped:
             return self._uploaded(values.contiguous(), device).to(dtype)
-        # A library's sums may depend on the alignment of a weight, so a part is a tensor of its own.
+        # A library's sums may depend on a weight's alignment, so a part is a separate tensor.
         needs_copy = values.shape != own.shape or name in self._mapped
         return values.to(device, dtype, non_blocking=True, copy=needs_copy).contiguous()
 
