@@ -14,7 +14,7 @@ from benchmarks.faults.matrix import ABSENT, DRAFT_ONLY, FAULTS, WHEN, Fault
 ROOT = Path(__file__).parents[2]
 LINES, PAGE = ROOT / "benchmarks/results/faults.jsonl", ROOT / "docs/faults.md"
 PLOT = ROOT / "benchmarks/plots/faults.png"
-_SUMMARY = {  # rows of the summary, by their process
+_SUMMARY = {  # summary rows by process
     "engine": "an engine",
     "runner": "a runner",
     "front": "a front",
@@ -75,7 +75,7 @@ def write_page(lines: Path = LINES, page: Path = PAGE) -> None:
 
 
 def _of_decode(fault: str, told: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """The (median, longest) pause in seconds of each repeat: of the streams that were hit, or else of all."""
+    """Each repeat's (median, longest) pause in seconds, over the streams that were hit, or else over all."""
     runs = [line for line in told if (line["fault"], line["when"]) == (fault, "decode")]
     pauses = [run["hit_pause_s"] or run["others_pause_s"] for run in runs]
     return [(p50, worst) for p50, worst in pauses if worst]
@@ -123,7 +123,7 @@ def draw(told: list[dict[str, Any]], plot: Path) -> None:
 
 
 def _repeats(told: list[dict[str, Any]]) -> list[str]:
-    """The number of repeats of each cell, and how many cells have that number."""
+    """The repeat counts, and how many cells have each."""
     counts = Counter((line["fault"], line["when"]) for line in told)
     possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
     cells = Counter(counts[cell] for cell in possible)
