@@ -98,7 +98,7 @@ class Cell:
             return [self._gcs]
         if role == "engines":
             return [pid for name, _, pid in self._processes if name == "engine"]
-        if role == "rank":  # runners are listed in the order of their ranks
+        if role == "rank":  # runners are listed by rank
             return [pid for name, engine, pid in self._processes if (name, engine) == ("runner", self.victim)][1:2]
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
@@ -205,7 +205,7 @@ class Cell:
             await self.trainer.wait_for("finished")
 
     async def check_that_update_is_open(self) -> None:
-        """The update of a dead trainer stays open, and the start of another trainer is refused."""
+        """A dead trainer's update remains open, and another trainer's start is refused."""
         try:
             answer: Any = await asyncio.to_thread(call, self._url, "POST", "/start_weight_update")
         except Refused as e:
@@ -308,12 +308,12 @@ class Cell:
             hit = [client.number for client in self._clients if client.number % 10 == 0]
         pauses = [client.pause(since) for client in self._clients]
         errors = [r.error for c in self._clients for r in c.readings if r.error]
-        of_hit = [pauses[i] for i in hit]
+        hit_pauses = [pauses[i] for i in hit]
         others = [pause for i, pause in enumerate(pauses) if i not in hit]
         names = ("requests", "lost", "wrong_tokens", "cut", "refused")
         return {name: counts[name] for name in names} | {
             "num_hit": len(hit),
-            "hit_pause_s": [median(of_hit), max(of_hit)] if of_hit else None,
+            "hit_pause_s": [median(hit_pauses), max(hit_pauses)] if hit_pauses else None,
             "others_pause_s": [median(others), max(others)] if others else None,
             "whole_s": whole_s,
             "held_s": self.hold_s,

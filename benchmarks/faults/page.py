@@ -14,7 +14,7 @@ from benchmarks.faults.matrix import ABSENT, DRAFT_ONLY, FAULTS, WHEN, Fault
 ROOT = Path(__file__).parents[2]
 LINES, PAGE = ROOT / "benchmarks/results/faults.jsonl", ROOT / "docs/faults.md"
 PLOT = ROOT / "benchmarks/plots/faults.png"
-_SUMMARY = {  # rows of the summary, by their process
+_SUMMARY = {  # summary rows by process
     "engine": "an engine",
     "runner": "a runner",
     "front": "a front",
@@ -123,7 +123,7 @@ def draw(told: list[dict[str, Any]], plot: Path) -> None:
 
 
 def _repeats(told: list[dict[str, Any]]) -> list[str]:
-    """The number of repeats of each cell, and how many cells have that number."""
+    """The repeat counts, and how many cells have each."""
     counts = Counter((line["fault"], line["when"]) for line in told)
     possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
     cells = Counter(counts[cell] for cell in possible)

@@ -42,7 +42,7 @@ def graph_us(run: Callable[[], Any], warm_up: float = 0.0, times: int = 7, repla
     seen = []
     for _ in range(times):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # the start of the first is not timed
+        graph.replay()  # the first one's start is not timed
         begin.record()
         for _ in range(replays):
             graph.replay()

@@ -20,8 +20,8 @@ class Layers(Protocol):
     """Layers with data of their own, for one cell."""
 
     num_layers: int
-    num_bytes: float  # that a layer must read
-    parts: Mapping[str, list[Any]]  # candidates of each part
+    num_bytes: float  # bytes that a layer must read
+    parts: Mapping[str, list[Any]]  # each part's candidates
 
     def run(self, choices: Choices) -> None:
         """Launch all layers in a row."""

@@ -33,7 +33,7 @@ class HeldWeight(NamedTuple):
         return self.weight_format.operand([self.tensors], self.num_rows)
 
     def split(self, sizes: Sequence[int]) -> list[HeldWeight]:
-        """Cut the rows into pieces of these sizes, each in memory of its own.
+        """Cut the rows into pieces of these sizes, each in its own memory.
 
         So pieces are aligned: a library's sums may depend on alignment."""
         total = sum(sizes)
