@@ -201,6 +201,6 @@ ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, the head node's only own process",
     "late node": "no stream exists before the first machine joins; `python -m benchmarks.cluster --cases "
-    "node-returns` measures it; a machine that returns is not shown yet "
+    "node-returns` measures it "
     "([cluster.md](cluster.md#machines-that-join-later))",
 }
