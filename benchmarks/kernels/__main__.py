@@ -5,7 +5,7 @@
 
 Products read each weight once (few rows) or are bound by arithmetic (many). Everything else is bound by memory, and at
 few rows by the start of a kernel. Several launches over different data form one CUDA graph; times are medians of its
-replays. Attention alone is in kernels_attention.py, which also sets the ceilings.
+replays. Attention alone is in kernels_attention.py, and the ceilings in timing.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from benchmarks.kernels.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
+from benchmarks.kernels.kernels_attention import decode_bytes, decode_seconds
+from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, graph_seconds
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import spec_of
 from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec
@@ -41,7 +42,6 @@ from runtime.kernels.sampling.sample import (
 )
 from runtime.kernels.step.step_inputs import build_inputs
 
-_ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _CONTEXT = 512  # positions that a row attends to
 
 
@@ -69,7 +69,7 @@ def products(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     if rows <= MAX_ROWS:
         kernels["few_rows_linear"] = skinny_gemm_triton
     for (name, (size_out, size_in)), (kernel, product) in itertools.product(shapes.items(), kernels.items()):
-        launches = max(2, min(32, _ROTATION_BYTES // (2 * size_out * size_in)))
+        launches = max(2, min(32, ROTATION_BYTES // (2 * size_out * size_in)))
         pairs = [(randn(rows, size_in), randn(size_out, size_in)) for _ in range(launches)]
         yield Case(
             f"{kernel} {name}", _each(product, pairs), launches, 2 * (size_out * size_in + rows * (size_in + size_out)),
@@ -118,7 +118,7 @@ def sampling(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     state = torch.randint(vocab, (rows + 1, 8192 + NUM_PARAMS), device="cuda", dtype=torch.int32)
     tokens, params = state.split([8192, NUM_PARAMS], 1)
     floats = params.view(torch.float32)
-    launches = max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab)))
+    launches = max(2, min(16, ROTATION_BYTES // (4 * rows * vocab)))
     logits = torch.randn(launches, rows, vocab, device="cuda")
     sampled = {
         "greedy": {},

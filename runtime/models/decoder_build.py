@@ -18,7 +18,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, Layer, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
-from runtime.models.linear_maps import FormatOf, LinearMaps, MapPart
+from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
 from runtime.models.mixers.latent import LatentMixer
@@ -79,7 +79,7 @@ class LayerBuilder:
     """Reads the parameters of a decoder: all in their order, or one part's."""
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
-        self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
+        self.maps, self.spec, self.dense, self.num_positions = maps, maps.spec, maps.dense, num_positions
         self.ropes = list(dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.spec.attentions.values()))
 
     def decoder(self, numerics: Numerics, ranks: Communicator) -> Decoder:
@@ -110,7 +110,7 @@ class LayerBuilder:
 
     def positions(self) -> torch.Tensor | None:
         """The learned positions, if there are any."""
-        return self.read("positions")[0] if self.spec.learned_positions else None
+        return self.dense("positions") if self.spec.learned_positions else None
 
     def layer_embed(self) -> LayerEmbedding | None:
         """The embeddings of tokens that layers have, if there are any."""
@@ -118,8 +118,8 @@ class LayerBuilder:
         if not spec.layer_embed_size:
             return None
         lookup = maps.embedding("layer_embed").lookup
-        of_hidden = LinearMaps.columns(maps, [MapPart([name], maps.format_of(name), self.read(name))], None)
-        weight = self.read("layer_embed_norm")[0].float() * 0.5**0.5
+        of_hidden = maps.kernels.linear([maps.read(name).operand], None)
+        weight = self.dense("layer_embed_norm").float() * 0.5**0.5
         # The map has a factor of hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
         eps = spec.norm_eps * spec.hidden_size
         return LayerEmbedding(lookup, of_hidden, weight, spec.layer_embed_size, maps.kernels.norm, eps)
@@ -152,7 +152,7 @@ class LayerBuilder:
             post_ffn_norm,
             feed_forward,
             input=self._layer_input(index, prefix) if spec.embed_size else None,
-            factor=self.read(f"{prefix}factor")[0] if spec.has_factor else None,
+            factor=self.dense(f"{prefix}factor") if spec.has_factor else None,
         )
 
     def _mixer(self, spec: MixerSpec, prefix: str) -> Mixer:
@@ -176,12 +176,8 @@ class LayerBuilder:
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
-        gate_by = self.maps.kernels.gate_by or self._activated_together
-        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), gate_by)
-
-    def _activated_together(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.maps.kernels.activate(torch.cat((gate, up), 1))
+        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.gate_by)
 
     def _norm(self, name: str) -> torch.Tensor:
-        (weight,) = self.read(name)
-        return weight if self.spec.norm == "rms" else torch.stack((weight, *self.read(f"{name}_bias")))
+        weight = self.dense(name)
+        return weight if self.spec.norm == "rms" else torch.stack((weight, self.dense(f"{name}_bias")))

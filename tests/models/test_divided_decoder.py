@@ -157,7 +157,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             if device.type == "cuda":
                 part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
                 plan = PagedBatch(total, [part])
-            elif decoder.kernels.compiled is not None and decoder.kernels.compiled.attention is not None:
+            elif decoder.kernels.launcher is not None:
                 in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
                 plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
             else:

@@ -16,7 +16,6 @@ from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.model.sharding import Part
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
-from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
@@ -25,8 +24,7 @@ from runtime.loading.stacked_experts import single_weights
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.models.weights import draw, locate_parameters, read_from
-from runtime.quant.model_formats import weight_bytes, weight_formats
-from runtime.quant.quantized_formats import InterleavedFormat
+from runtime.quant.model_formats import weight_bytes
 from runtime.worker.memory import plan_memory
 from tests.support.models.family_cases import CONTEXT, save_model, spec_of
 from tests.support.models.gguf_export import export
@@ -55,8 +53,8 @@ def test_experts_are_those_of_transformers(case, tmp_path):
         ("up", gate_up[1::2], bias[1::2]),
         ("down", experts.down_proj[4].T, experts.down_proj_bias[4]),
     ):
-        assert torch.equal(read(f"layers.1.experts.4.{part}.weight")[0], weight)
-        assert torch.equal(read(f"layers.1.experts.4.{part}.bias")[0], own)
+        assert torch.equal(read(f"layers.1.experts.4.{part}.weight").dense, weight)
+        assert torch.equal(read(f"layers.1.experts.4.{part}.bias").dense, own)
 
 
 @COMPILED
@@ -82,13 +80,13 @@ def test_a_rank_reads_its_rows_and_columns(case, tmp_path):
     for part in (Part(0, 1, 33), Part(1, 0, 32)):
         for name in ("gate", "up", "down"):
             parameter = f"layers.0.experts.5.{name}.weight"
-            got = whole(parameter, part)[0]
-            assert torch.equal(got, whole(parameter)[0].narrow(part.dim, part.start, part.stop - part.start))
+            got = whole(parameter, part).dense
+            assert torch.equal(got, whole(parameter).dense.narrow(part.dim, part.start, part.stop - part.start))
     rank = spec.of_rank(Shard(1, 2))
     read = read_from(checkpoint, rank, weight_map, numerics(torch.float32))
     for name in ("sinks", "router.bias", "experts.1.gate.bias", "experts.1.down.bias", "experts.1.up.weight"):
         parameter = f"layers.2.{name}"
-        assert torch.equal(read(parameter)[0], whole(parameter)[0][-rank.shapes()[parameter][0] :])
+        assert torch.equal(read(parameter).dense, whole(parameter).dense[-rank.shapes()[parameter][0] :])
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
@@ -229,10 +227,7 @@ def test_random_experts_are_the_same_in_every_form():
     found = []
     for backend in ("torch", "llvm"):
         form = replace(numerics(torch.float32), backend=backend)
-        read, weight_format = draw(spec, form, 3), weight_formats(spec, form)("layers.0.experts.2.down.weight")
-        weight = read("layers.0.experts.2.down.weight")
-        if isinstance(weight_format, InterleavedFormat):
-            weight = (dequantize_interleaved(weight_format.interleaved([weight], len(weight[0]))),)
-        found.append(weight[0])
+        weight = draw(spec, form, 3)("layers.0.experts.2.down.weight")
+        found.append(weight.weight_format.dense(weight.operand))
     assert torch.equal(*found)
     assert 0.7 < found[0].std() * 128**0.5 < 1.4

@@ -17,10 +17,10 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.linear_maps import LinearMaps, row_order
 from runtime.quant.at_load import quantized_at_load
+from runtime.quant.held_weight import HeldWeight
+from runtime.quant.llvm_format import LlvmFormat
 from runtime.quant.model_formats import LAYOUTS, weight_bytes, weight_formats
 from runtime.quant.parsers import parse_gguf
-from runtime.quant.products import LlvmProducts
-from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location
 from tests.models.test_quantized_gguf import Blocks, random_blocks
@@ -55,8 +55,8 @@ def test_gguf_types_keep_their_numbers_and_bits(kind, rows, blocks, seed):
     want = torch.from_numpy(quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     layout = LAYOUTS[f"gguf {kind}"](gguf_scheme(kind))
     shape = tuple(want.shape)
-    kept = InterleavedFormat(layout, layout.encoding(shape), LlvmProducts())
-    weight = kept.interleaved([kept.read(Blocks(raw), Location("a.weight", shape), LLVM)], rows)
+    kept = LlvmFormat(layout, layout.encoding(shape), LLVM)
+    weight = kept.operand([kept.read(Blocks(raw), Location("a.weight", shape), LLVM)], rows)
     assert weight.form.bits == BITS[kind]
     assert equal(dequantize_interleaved(weight) + 0.0, want + 0.0)
     assert weight.nbytes == kept.device_bytes(shape, LLVM)
@@ -67,15 +67,15 @@ def test_gguf_types_keep_their_numbers_and_bits(kind, rows, blocks, seed):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_checkpoints_keep_their_numbers(name):
-    layout, products, shape = layout_of(FORMATS[name]), LlvmProducts(), (80, 256)
+    layout, products, shape = layout_of(FORMATS[name]), LlvmFormat, (80, 256)
     encoding = layout.encoding(shape)
     if not (products.takes(encoding) and encoding.fits(shape) and products.fits(encoding, shape)):
         assert "int" not in encoding.label or encoding.reordered
         return
     tensors = FORMATS[name].pack(*random_weight(shape))
     source, location = source_of(tensors), Location("q_proj.weight", shape)
-    kept = InterleavedFormat(layout, encoding, products)
-    weight = kept.interleaved([kept.read(source, location, LLVM)], shape[0])
+    kept = LlvmFormat(layout, encoding, LLVM)
+    weight = kept.operand([kept.read(source, location, LLVM)], shape[0])
     assert weight.form.bits == encoding.bits
     assert weight.nbytes <= kept.device_bytes(shape, LLVM)
     assert torch.equal(
@@ -90,7 +90,7 @@ def test_weights_quantized_at_load_have_short_scales(encoding, bits):
     spec = quantized_at_load(SPEC, EngineConfig(quantization=encoding), "cpu")
     kept = weight_formats(spec, LLVM)("layers.0.q.weight")
     dense = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    weight = kept.interleaved([kept.encode(dense)], 256)
+    weight = kept.operand([kept.encode(dense)], 256)
     assert weight.nbytes == kept.device_bytes((256, 256), LLVM) <= bits / 8 * dense.numel()
     assert torch.equal(
         dequantize_interleaved(weight), kept.encoding.dequantize(kept.encoding.encode(dense), torch.float32)
@@ -103,13 +103,11 @@ def maps_of(spec: DecoderSpec) -> tuple[LinearMaps, dict[str, torch.Tensor]]:
     """The maps of random weights, and the numbers of each weight in the order of the checkpoint."""
     format_of, dense = weight_formats(spec, LLVM), dict[str, torch.Tensor]()
 
-    def read(name: str, part: object = None) -> tuple[torch.Tensor, ...]:
+    def read(name: str, part: object = None) -> HeldWeight:
         drawn = torch.randn(spec.shapes()[name], generator=torch.Generator().manual_seed(len(name)))
         kept = format_of(name)
-        weight = kept.encode(drawn)
-        if isinstance(kept, InterleavedFormat):
-            drawn = dequantize_interleaved(kept.interleaved([weight], len(drawn)))
-        dense[name] = drawn
+        weight = HeldWeight((name,), kept, kept.encode(drawn))
+        dense[name] = kept.dense(weight.operand)
         return weight
 
     return LinearMaps(spec, select(LLVM, spec), format_of, read), dense
@@ -137,9 +135,9 @@ def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
 def test_a_dense_part_makes_the_layer_dense():
     schemes = {f"layers.0.{part}.weight": gguf_scheme("Q4_0") for part in ("q", "k", "gate", "up", "down")}
     format_of = weight_formats(replace(SPEC, quantization=schemes), LLVM)
-    assert not any(isinstance(format_of(f"layers.0.{part}.weight"), InterleavedFormat) for part in "qkv")
+    assert not any(isinstance(format_of(f"layers.0.{part}.weight"), LlvmFormat) for part in "qkv")
     assert format_of("layers.0.v.weight") is DENSE
-    assert isinstance(format_of("layers.0.down.weight"), InterleavedFormat)
+    assert isinstance(format_of("layers.0.down.weight"), LlvmFormat)
 
 
 @pytest.mark.parametrize("dense_shared", [False, True])

@@ -213,14 +213,14 @@ def test_ranks_read_their_parts_of_shared_experts(tmp_path, config, name):
             own = spec.of_rank(Shard(rank, 2))
             read_own = read_from(checkpoint, own, weight_map, numerics)
             for parameter, shape in own.shapes().items():
-                (found,), (whole,) = read_own(parameter), read(parameter)
+                found, whole = read_own(parameter).dense, read(parameter).dense
                 assert found.shape == shape
                 assert torch.equal(found, DENSE.encode(whole, parts_of(own, parameter))[0]), parameter
         first = f"layers.1.experts.{spec.experts.num_experts}."
         (tensor,) = {name for p, name in weight_map.names_of(spec).items() if p == f"{first}down.weight"}
         if folder.name == "dense":
             whole = checkpoint.tensor(tensor, torch.float32)
-            parts = [read(first.replace("4.", f"{4 + i}.") + "down.weight")[0] for i in range(spec.experts.shared)]
+            parts = [read(first.replace("4.", f"{4 + i}.") + "down.weight").dense for i in range(spec.experts.shared)]
             assert torch.equal(torch.cat(parts, 1), whole)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from runtime.base.config import EngineConfig
@@ -17,9 +16,7 @@ from runtime.base.model.sharding import Sharding, parts_of, sharding_of
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.inspection import model_report
-from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.table import Kernels
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
@@ -28,9 +25,9 @@ from runtime.quant.checkpoint_layouts import OneByOne
 from runtime.quant.encodings import ENCODINGS, Encoding, Integer8
 from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import DENSE, Weight
+from runtime.quant.weight_format import DENSE
 from runtime.text.tokenizer import Tokenizer
-from tests.support.models.plain_products import PlainProducts
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
 from tests.support.models.specs import changed, dense_spec, field_of
 
@@ -56,22 +53,12 @@ class Int8Rows(Integer8):
     """A byte for each weight and a scale for each row."""
 
 
-class Int8Products(PlainProducts):
-    """Products with those codes alone."""
+class Int8Format(PlainFormat):
+    """The format of those codes alone."""
 
-    def takes(self, form: Encoding) -> bool:
-        return isinstance(form, Int8Rows)
-
-    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        codes, scale = weight
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            y = F.linear(x, codes.to(x.dtype)) * scale[:, 0].to(x.dtype)
-            return y if bias is None else y + bias
-
-        linear = Linear(product, kernels.norm, kernels.activate)
-        linear.codes = codes
-        return linear
+    @staticmethod
+    def takes(encoding: Encoding) -> bool:
+        return isinstance(encoding, Int8Rows)
 
 
 INT8_ROWS = Int8Rows("made-up")
@@ -87,7 +74,7 @@ def _made_up_method(monkeypatch):
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
     monkeypatch.setitem(ENCODINGS, "made-up", INT8_ROWS)
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: Int8Products())
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: Int8Format)
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -130,7 +117,7 @@ def test_a_made_up_format_runs_like_its_dense_weights(tmp_path, family, determin
     runner = open_runner(quantized, deterministic=deterministic)
     want = logits(open_runner(dense, deterministic=deterministic))
     torch.testing.assert_close(logits(runner), want, atol=1e-4, rtol=1e-4)
-    assert runner.decoder.layers[0].mixer.qkv.codes.dtype == torch.int8
+    assert runner.info.weight_formats == "made-up rows, dense"
 
 
 def test_memory_is_planned_for_weights_as_read(tmp_path):
@@ -149,7 +136,7 @@ def test_random_weights_equal_dense_ones_quantized():
     linears = [name for name in TINY.shapes() if name.endswith(".weight")]
     spec = replace(TINY, quantization=dict.fromkeys(linears, SCHEME))
     runner = tiny_runner(spec)
-    assert runner.decoder.layers[1].feed_forward.down.codes.dtype == torch.int8
+    assert runner.info.weight_formats == "made-up rows, dense"
     assert runner.memory.weights == weight_bytes(spec, runner.numerics) < tiny_runner().memory.weights
     torch.testing.assert_close(logits(runner), logits(tiny_runner()), atol=0.2, rtol=0.1)
 
@@ -263,7 +250,7 @@ def test_parts_that_ranks_read_form_the_whole(tmp_path, family):
 
 
 def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
-    monkeypatch.setattr(Int8Products, "fits", lambda self, form, shape: shape[1] % 24 == 0)
+    monkeypatch.setattr(Int8Format, "fits", lambda form, shape: shape[1] % 24 == 0)
     spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
     says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows;"
     with pytest.raises(CallboardError, match=says):
@@ -274,12 +261,12 @@ def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
 def test_random_weights_of_ranks_are_parts_of_one_model():
     spec = changed(TINY, num_heads=4, num_kv_heads=2)
     read_whole = draw(spec, FLOAT32, 3)
-    whole = {name: read_whole(name)[0] for name in spec.shapes()}
+    whole = {name: read_whole(name).dense for name in spec.shapes()}
     for rank in range(4):
         own = spec.of_rank(Shard(rank, 4))
         read = draw(own, FLOAT32, 3)
         for name, shape in own.shapes().items():
-            (weight,) = read(name)
+            weight = read(name).dense
             assert weight.shape == shape
             assert torch.equal(weight, DENSE.encode(whole[name], parts_of(own, name))[0])
 

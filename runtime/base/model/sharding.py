@@ -88,6 +88,12 @@ def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> t
     return tuple(size * (spec.experts.shared if dim == place.dim else 1) for dim, size in enumerate(shape))
 
 
+def ungrouped(parameter: str) -> list[str]:
+    """Return the names of rows that the checkpoint groups by head, in the order of kernels, or the name itself."""
+    layer, _, part = parameter.removesuffix(".weight").rpartition(".")
+    return [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
+
+
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
     """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own.
 

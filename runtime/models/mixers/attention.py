@@ -58,7 +58,7 @@ class AttentionMixer(Mixer):
                 scale=spec.score_scale,
                 window=spec.window if spec.window < num_positions else 0,
                 soft_cap=spec.soft_cap,
-                sinks=maps.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
+                sinks=maps.dense(f"{prefix}sinks").float() if spec.sinks else None,
             ),
         )
 

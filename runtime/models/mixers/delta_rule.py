@@ -30,7 +30,7 @@ class DeltaRuleMixer(Mixer):
     @classmethod
     def build(cls, spec: DeltaRuleSpec, maps: LinearMaps, prefix: str) -> DeltaRuleMixer:
         """The mixer of the layer with this prefix."""
-        own = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
+        own = {name: maps.dense(prefix + name) for name in spec.parameters()}
         return cls(
             spec=spec,
             **cls.read(maps, prefix),

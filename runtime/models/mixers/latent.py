@@ -32,7 +32,7 @@ class LatentMixer(Mixer):
     @classmethod
     def build(cls, spec: LatentSpec, maps: LinearMaps, prefix: str, rope: int) -> LatentMixer:
         """The attention of the layer with this prefix."""
-        norms = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
+        norms = {name: maps.dense(prefix + name) for name in spec.parameters()}
         return cls(
             spec=spec,
             **cls.read(maps, prefix),
@@ -62,13 +62,8 @@ class LatentMixer(Mixer):
 
 def _from_latents(spec: LatentSpec, maps: LinearMaps, prefix: str) -> Any:
     """The map from latents to keys and values, as the backend has it."""
-    heads, kernels = spec.num_heads, maps.kernels
-    if spec.split_up and kernels.compiled is not None and kernels.compiled.latents is not None:
-        absorb, values = (maps.stored(f"{prefix}{name}.weight") for name in ("k_b", "v_b"))
-        return kernels.compiled.latents.up_of_maps(absorb, values, heads)
-    if not spec.split_up:
-        whole = maps.read(f"{prefix}kv_b.weight")[0].view(heads, spec.expanded, spec.rank)
-        return kernels.latent.up(whole, spec.nope_dim)
-    keys = maps.read(f"{prefix}k_b.weight")[0].view(heads, spec.rank, spec.nope_dim)
-    values = maps.read(f"{prefix}v_b.weight")[0].view(heads, spec.value_dim, spec.rank)
-    return kernels.latent.up(torch.cat((keys.transpose(1, 2), values), 1), spec.nope_dim)
+    kernels = maps.kernels.latent
+    if spec.split_up:
+        absorb, values = (maps.read(f"{prefix}{name}.weight").operand for name in ("k_b", "v_b"))
+        return kernels.up_of_maps(absorb, values, spec.num_heads)
+    return kernels.up(maps.dense(f"{prefix}kv_b.weight").view(spec.num_heads, spec.expanded, spec.rank), spec.nope_dim)

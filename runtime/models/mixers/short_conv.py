@@ -26,7 +26,7 @@ class ShortConvMixer(Mixer):
     @classmethod
     def build(cls, spec: ShortConvSpec, maps: LinearMaps, prefix: str) -> ShortConvMixer:
         """The mixer of the layer with this prefix."""
-        own = {name: maps.read(prefix + name)[0] for name in spec.parameters()}
+        own = {name: maps.dense(prefix + name) for name in spec.parameters()}
         return cls(conv=own["conv"].squeeze(1), conv_bias=own.get("conv_bias"), **cls.read(maps, prefix))
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
