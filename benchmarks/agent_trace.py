@@ -1,10 +1,10 @@
-"""Conversations of agents with long prompts: the tokens that turns compute again, and the time to the first token.
+"""Agent conversations with long prompts: the tokens that turns compute again, and the time to the first token.
 
     python -m benchmarks.agent_trace --model qwen3.5-9b                               # on a GPU
     python -m benchmarks.agent_trace --model tiny-hybrid --agents 3                   # on a CPU, smaller
 
-Each turn's prompt is the last one, its output and `--new` other tokens. Turns of the agents alternate, so their states
-compete for snapshots. A token is computed again if it was a part of an earlier prompt or output of its agent. With a
+Each turn's prompt is the last one, its output and `--new` other tokens. The agents' turns alternate, so their states
+compete for snapshots. A token is computed again if an earlier prompt or output of its agent had it. With a
 model without recurrent states, the last block is computed again; with states, also the outputs.
 """
 

@@ -4,15 +4,15 @@
     python -m benchmarks.quality --model FOLDER --variants quantization=fp8 quantization=fp8,kv_cache_dtype=fp8
     python -m benchmarks.quality --variants kv_cache_dtype=fp8 --tokens 0 --needles 8192
 
-The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, divergence
-(KL) of the next token's distribution in nats, and the share of equal likeliest tokens. The text is that of
+The reference is the model as `--reference` sets it. Everything is compared with it: the text's perplexity, the next
+token's divergence (KL) in nats, and the share of equal likeliest tokens. The text is
 `pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
 
-A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
-map except the head becomes the nearest value of the format, and is multiplied as a dense one. A format is a name of
+A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each linear weight
+except the head's becomes the format's nearest value, and is multiplied as a dense one. A format is a name in
 runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for zero points: int4:32:min.
 
-`--needles N` hides a number in texts of N tokens, one at every eighth, and requests it at the end.
+`--needles N` hides a number in texts with N tokens, one at every eighth, and requests it at the end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from runtime.quant.held_weight import HeldWeight, held_dense
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.sources import CheckpointSource
 
-_KEPT = 256  # of the reference's distributions, the likeliest tokens, with the others together: KL is a bit too small
-_SMALLEST = 1e-7  # probability of the others: less is rounding of float32
+_KEPT = 256  # likeliest tokens in the reference's distributions, with the others together: KL is a bit too small
+_SMALLEST = 1e-7  # the others' probability: less is float32 rounding
 _NEEDLE = "\n\nRemember this: the number of the {} is {}.\n\n"
 _QUESTION = "\n\nRemember this: the number of the {} is"
 _PLACES = (
@@ -57,7 +57,7 @@ _PLACES = (
 
 
 class RoundedSource(CheckpointSource):
-    """A checkpoint that rounds the weights of linear maps to the nearest values of a format. They stay dense."""
+    """A checkpoint that rounds linear weights to a format's nearest values. They remain dense."""
 
     def __init__(self, path: Path, form: Encoding) -> None:
         super().__init__(path)
@@ -135,7 +135,7 @@ class Sums:
 def score(
     model: Model, windows: Sequence[list[int]], known: list[Known] | None, label: str
 ) -> tuple[Sums, list[Known]]:
-    """The sums of a model, compared with the reference's result of each window; and this model's own results, if it is
+    """A model's sums, compared with the reference's result for each window; and its own results, if it is
     the reference."""
     sums, said = Sums(), []
     for i, window in enumerate(tqdm(windows, unit="window", desc=label, leave=False)):
@@ -161,13 +161,13 @@ def score(
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """The summed KL of rows of log-probabilities of the same tokens; in each row all other tokens count as one."""
+    """The summed KL over rows of log-probabilities for the same tokens; in each row all other tokens count as one."""
     p_others, q_others = ((1 - logprobs.exp().sum(-1)).clamp_min(_SMALLEST) for logprobs in (p, q))
     return float((p.exp() * (p - q)).sum(dtype=torch.float64) + (p_others * (p_others / q_others).log()).sum())
 
 
 def needles(tokenizer: Tokenizer, text: list[int], length: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts of `length` tokens with a number at the middle of each eighth, and the tokens of the number."""
+    """Prompts with `length` tokens and a number in the middle of each eighth, and the number's tokens."""
     cases = []
     for i, place in enumerate(_PLACES):
         number = 1234 + 1111 * i

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollouts ways [--tick-ms 5] [--streams 64]
 
-Prints the CPU time of a token and of a request for each way. One figure adds up the caller, the front and HAProxy; the
+Prints the CPU time per token and per request for each way. One figure adds up the caller, the front and HAProxy; the
 other is the engine's. Two loads of different lengths give both.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.front_door import APP, cpu_times, toy_application  # first: it sets the environment of Ray
+from benchmarks.serving.front_door import APP, cpu_times, toy_application  # first: it sets Ray's environment
 
 import ray  # isort: skip
 from ray import serve  # isort: skip
@@ -27,7 +27,7 @@ from actors.client import RolloutClient
 from benchmarks.library.measure import Results, new_parser
 from runtime.base.types import SamplingParams
 
-LOADS = {"long": (384, 160), "short": (3072, 5)}  # requests, tokens of each
+LOADS = {"long": (384, 160), "short": (3072, 5)}  # requests, tokens per request
 PROMPT_LEN = 32
 WAYS = ["client", "handle", "http stream", "http"]
 
@@ -36,7 +36,7 @@ WAYS = ["client", "handle", "http stream", "http"]
 
 
 async def in_turns(num: int, streams: int, one: Callable[[int], Awaitable[int]]) -> int:
-    """Run `one` for each number, `streams` of them at once; return the sum of their tokens."""
+    """Run `one` for each number, `streams` at once; return the sum of their tokens."""
     numbers, total = iter(range(num)), 0
 
     async def work() -> None:
@@ -100,7 +100,7 @@ def by_client(client: RolloutClient, num: int, streams: int, num_tokens: int) ->
 
 
 def used(engine_pid: int) -> dict[str, float]:
-    """Seconds of CPU so far: of the engine, and of all other processes on a token's way, this one included."""
+    """CPU seconds so far: the engine's, and all other processes' on a token's way, this one included."""
     sums = {"engine": 0.0, "others": time.process_time()}
     for (part, _), seconds in cpu_times(engine_pid).items():
         sums["engine" if part == "engine" else "others"] += seconds
@@ -108,7 +108,8 @@ def used(engine_pid: int) -> dict[str, float]:
 
 
 def measure(way: str, run: Callable[[int, int], int], engine_pid: int) -> dict[str, Any]:
-    """The CPU time of a token and a request, from two loads; `run` takes a number of requests and of their tokens."""
+    """The CPU time per token and per request, from two loads; `run` takes the number of requests and of their
+    tokens."""
     rows: list[tuple[int, int]] = []
     costs: list[tuple[float, float]] = []
     rate = 0.0

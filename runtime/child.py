@@ -1,6 +1,6 @@
 """Child processes for work that may run away, with a limit on memory and a deadline for each piece of work.
 
-This module, run with FD MEMORY NICENESS, is the child. `Child` is the owner's side of one, `ChildPool` of several.
+This module, run with FD MEMORY NICENESS, is the child. `Child` is the owner's side, `ChildPool` several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.base.types import CallboardError
 
 _T = TypeVar("_T")
 _NO_MEMORY = "took more memory than the limit"
-_START_S = 60.0  # at most, for a child to start
+_START_S = 60.0  # most time for a child to start
 
 
 class Overrun(CallboardError):
@@ -163,7 +163,7 @@ class ChildPool:
 def _serve(connection: Connection) -> None:
     while True:
         deadline_s, function, args = connection.recv()
-        # The limit of CPU time ends this process even if the owner is gone.
+        # The CPU time limit ends this process even if the owner is gone.
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
         try:

@@ -1,4 +1,4 @@
-"""The reports of `callboard models`: a line for each family, or the details of some."""
+"""The reports of `callboard models`: a line for each family, or some families' details."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
 
 _GIB = 1 << 30
-_CONTEXT = 8192  # tokens in the KV cache, for the report of memory
-_FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
-_QUANTIZED_FORMS = ("its files", "bfloat16")  # of a family with models that are published in quantized files
+_CONTEXT = 8192  # tokens in the KV cache, for the memory report
+_FORMS = ("bfloat16", "int8", "int4")  # weight formats in the memory report
+_QUANTIZED_FORMS = ("its files", "bfloat16")  # formats for a family that publishes quantized files
 _SIZE = r"(?:\d+x|E)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
-_LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
+_LIMITS = re.compile(r", (?:without .*|text alone)")  # follows the models' names
 _LABEL_WIDTH, _WIDTH = 14, 110
 
 
@@ -69,7 +69,7 @@ def family_details(name: str) -> str:
 
 
 def _words(architecture: str, family: Family) -> Iterator[str]:
-    """Yield the names of a family and of its models, reduced to letters and digits."""
+    """Yield the names of a family and its models, reduced to letters and digits."""
     yield _plain(architecture)
     yield _plain(family.models)
     yield _plain(family.example)
@@ -81,7 +81,7 @@ def _plain(text: str) -> str:
 
 
 def _configs(architecture: str) -> dict[str, dict[str, Any]]:
-    """Return the configs of the models of known shape."""
+    """Return the configs of models with known shapes."""
     return {name: config for name, config in PUBLISHED.items() if config["architectures"] == [architecture]}
 
 
@@ -111,7 +111,7 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
 
 
 def _sizes(architecture: str, family: Family) -> list[str]:
-    """Return the sizes of the family's models, of its example and of its known shapes, the smallest first."""
+    """Return the sizes of the family's models, its example and its known shapes, the smallest first."""
     texts = [family.models, family.example.rpartition("/")[2], *_configs(architecture)]
     found = {
         size.upper().replace("X", "x")
@@ -122,7 +122,7 @@ def _sizes(architecture: str, family: Family) -> list[str]:
 
 
 def _num_of_size(size: str) -> float:
-    """Return the number of parameters of a size such as 8x7B."""
+    """Return the number of parameters in a size such as 8x7B."""
     times, _, each = size.partition("-")[0].removeprefix("E").rpartition("x")
     return int(times or 1) * float(each[:-1]) * (1e9 if each[-1] == "B" else 1e6)
 
@@ -153,7 +153,7 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
 
 
 def _memory(architecture: str, family: Family) -> Iterator[str]:
-    """Report the GPU memory of each model of known shape, with room for one context."""
+    """Report the GPU memory of each model with a known shape, with room for one context."""
     configs = {name: PUBLISHED[name] for name in _published(architecture)}
     if (config := _cached_config(family.example)) is not None:
         configs = {family.example: config, **configs}

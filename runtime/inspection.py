@@ -1,4 +1,4 @@
-"""The report of `callboard inspect`: a description of a model, without its weights."""
+"""The report of `callboard inspect`: a model's description, without its weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
-_DTYPES = ("dtype", "torch_dtype")  # keys of a config.json
+_DTYPES = ("dtype", "torch_dtype")  # keys in a config.json
 
 
 def model_report(config: EngineConfig) -> str:
-    """Describe `config.model` and its use of this machine. Safetensors of a hub model are not fetched.
+    """Describe `config.model` and its use of this machine. A hub model's safetensors are not fetched.
 
     Raises CallboardError if the model does not exist or is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
@@ -96,18 +96,18 @@ def _spec_of(path: Path) -> DecoderSpec:
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
     mixers = sorted(spec.attentions.values(), key=lambda mixer: not mixer.window)  # with a window first
     first, last, num_shared = mixers[0], mixers[-1], sum(mixer.kv_source is not None for mixer in mixers)
-    of_keys = f"{first.num_kv_heads} of keys and values"
+    kv_text = f"{first.num_kv_heads} of keys and values"
     if isinstance(first, LatentSpec):
-        of_keys = f"latents of {first.rank} and rotary keys of {first.rope_dim} numbers"
+        kv_text = f"latents of {first.rank} and rotary keys of {first.rope_dim} numbers"
     if last.cached != first.cached:
-        of_keys += f" (without a window {last.head_dim}, {last.num_kv_heads})"
+        kv_text += f" (without a window {last.head_dim}, {last.num_kv_heads})"
     if num_shared:
-        of_keys += f", which {num_shared} layers share"
+        kv_text += f", which {num_shared} layers share"
     dense = [layer.ffn.size for layer in spec.layers if layer.ffn.experts is None]
     parts = [
         f"{spec.num_layers} layers",
         f"width {spec.hidden_size}",
-        f"{spec.num_heads} heads of {first.head_dim}, {of_keys}",
+        f"{spec.num_heads} heads of {first.head_dim}, {kv_text}",
         f"{'gated ' if spec.ffn.gated else ''}feed-forward {spec.ffn.size}",
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]
@@ -128,8 +128,8 @@ def _parameters(spec: DecoderSpec) -> str:
     total = sum(sizes.values())
     if not spec.experts:
         return f"{total:,}"
-    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    active = total - of_experts + of_experts * spec.experts.choices // spec.experts.all_experts
+    expert_size = sum(size for name, size in sizes.items() if ".experts." in name)
+    active = total - expert_size + expert_size * spec.experts.choices // spec.experts.all_experts
     return f"{total:,}, of which a token meets {active:,}"
 
 
@@ -180,14 +180,14 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
     stored = {"none": numerics.dtype_name, "int8": "int8 with a scale a token and head"}.get(form)
     if stored is None:
         stored = f"fp8 with {'the scales of the checkpoint' if has_scales else 'scale 1'}"
-    of_all = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token
+    all_bytes = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token
     planned = planned_cache(config, spec, numerics)
     lasting = sum(group.bytes_per_token for group in planned.groups if group.window is None)
     window = max(group.window or 0 for group in planned.groups)
-    kept = "" if lasting == of_all else f"; beyond the last {window} tokens {lasting:,} bytes"
+    kept = "" if lasting == all_bytes else f"; beyond the last {window} tokens {lasting:,} bytes"
     if (states := planned.states) is not None:
         kept += f"; states of {len(states.layers)} layers, {states.bytes_per_state:,} bytes a request or snapshot"
-    return f"{stored}, {of_all:,} bytes a token{kept}"
+    return f"{stored}, {all_bytes:,} bytes a token{kept}"
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:

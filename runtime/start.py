@@ -22,7 +22,7 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder
 
 
 class OwnPackages:
-    """Finds Callboard's packages beside this file. The import system calls it before it searches any path."""
+    """Finds Callboard's packages next to this file. The import system calls it before it searches any path."""
 
     home = HOME
 
@@ -46,7 +46,7 @@ def find_own_packages() -> None:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a new process that runs a module of Callboard with the packages of this process."""
+    """Return the command line for a new process that runs a Callboard module with this process's packages."""
     return [sys.executable, "-P", __file__, os.pathsep.join(filter(None, sys.path)), module, *arguments]
 
 

@@ -29,6 +29,7 @@ from serve_app.protocol.answers import encode_json
 from serve_app.protocol.dialects import dialect_of
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response
 from serve_app.protocol.operation import route
+from serve_app.service.adapter_folder import AdapterFolder
 from serve_app.service.endpoint import AnsweredAtOnce
 from serve_app.service.models import Models
 from serve_app.service.service import Service
@@ -53,6 +54,8 @@ def build_http_app(
     Raises CallboardError if the API key file cannot be read."""
     models = served if isinstance(served, Models) else Models([served])
     settings = settings or HttpSettings()
+    if settings.lora_on_demand and settings.lora_folder is not None:
+        models.adapter_folder = AdapterFolder(settings.lora_folder)
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     batches = batches or Batches(settings)
     keys = settings.api_keys()  # read once, since the file may change later

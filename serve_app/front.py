@@ -48,7 +48,7 @@ from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.generation import UntilClientLeaves
-from serve_app.service.models import Models, when_started
+from serve_app.service.models import Models
 from serve_app.service.service import Service
 from serve_app.service.sleep import ModelSleep
 from serve_app.settings import HttpSettings, ModelSettings
@@ -220,7 +220,7 @@ class Front(HandleCalls):
         def prepare() -> PreparedRequest[Any]:
             return self._models.prepare(endpoint, endpoint.read(content))
 
-        prepared = await when_started(partial(run_preparation, content, "", endpoint.renders_chats, prepare))
+        prepared = await run_preparation(content, "", endpoint.renders_chats, prepare)
         leaving, last = UntilClientLeaves(partial(self.leaves, call.caller)), 0.0
         async with leaving, self._turns.stream(), aclosing(self._models.run(prepared)) as deltas:
             async for new in deltas:

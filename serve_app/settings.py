@@ -145,6 +145,11 @@ class HttpSettings:
         "folder from which clients may load adapters while the server runs (/v1/load_lora_adapter), at this path on "
         "every node; default: not allowed",
     )
+    lora_on_demand: bool = setting(
+        False,
+        "also load the adapter FOLDER/NAME of lora_folder at the first request with the model NAME or BASE:NAME; the "
+        "least recently used idle one makes room",
+    )
     weight_folder: str | None = setting(
         None,
         "folder from which clients may load weights while the server runs (/update_weights), at this path on every "
@@ -187,6 +192,8 @@ class HttpSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.lora_on_demand and self.lora_folder is None:
+            raise CallboardError("lora_on_demand loads adapters of lora_folder, which is not given; give it, too.")
 
     def check_extras(self) -> None:
         """Raise CallboardError if a setting needs a missing package."""

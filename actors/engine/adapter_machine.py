@@ -108,6 +108,7 @@ class _Place:
     state: _State = _State.WAITING
     is_announced: bool = False  # fronts may send requests for it: it is ready, or will be after the wake-up
     num_losses: int = 0  # runner losses while it was loaded
+    used_ns: int = 0  # wall clock of its last request; before, the version of its entry
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class _Name:
     error: str = ""
     held: str = ""  # digest of its previous adapter; see AdapterState
     is_held_back: bool = False  # Hold was sent
+    idle: dict[str, int] | None = None  # see AdapterState
 
     @property
     def digests(self) -> set[str]:
@@ -173,7 +175,10 @@ class AdapterMachine:
         self._reading.discard(job)
         name = self._names.get(job.entry.name) if job.entry is not None else None
         if name is not None and name.entry == job.entry:
-            name.digest, name.error = self._placed(digest, job.path, error)
+            name.digest, name.error = self._placed(digest, job.path, error, name.entry.version)
+            if name.error and not error:
+                ready = {d: place for d, place in self._places.items() if place.state is _State.READY}
+                name.idle = {d: place.used_ns for d, place in ready.items() if not self._uses(place.index)}
         elif job.entry is None:
             if not error and digest != job.digest:
                 error = f"The files of the adapter {job.digest} have changed since it was loaded."
@@ -254,11 +259,13 @@ class AdapterMachine:
             return place.state is not _State.READY
         return bool(digest and self._reading)
 
-    def check(self, digest: str, resumed: bool) -> None:
-        """Raise CallboardError if a request may not use an adapter. A resumed request may use a closed place."""
+    def check(self, digest: str, resumed: bool, now_ns: int = 0) -> None:
+        """Note the use of an adapter. A resumed request may use a closed place. Raises CallboardError if it may not."""
         if digest and not self._table.is_open(digest) and not (resumed and digest in self.kept):
             error = self._errors.get(digest)
             raise CallboardError(error) if error else not_loaded(digest)
+        if digest:
+            self._places[digest].used_ns = now_ns
 
     # ---- consequences of an event -----------------------------------------------------------------------------------
 
@@ -277,11 +284,11 @@ class AdapterMachine:
         self._reading.add(job)
         return job
 
-    def _placed(self, digest: str, path: str, error: str) -> tuple[str, str]:
+    def _placed(self, digest: str, path: str, error: str, used_ns: int = 0) -> tuple[str, str]:
         """Reserve a place for files that were read. Returns the digest or an error; the other is empty."""
         if not error and digest not in self._places:
             try:
-                self._places[digest] = _Place(self._table.reserve(digest), path)
+                self._places[digest] = _Place(self._table.reserve(digest), path, used_ns=used_ns)
             except CallboardError as e:
                 error = str(e)
         return ("", error) if error else (digest, "")
@@ -350,7 +357,7 @@ class AdapterMachine:
             digest = name.digest if is_shown else ""
             if not name.entry.path:
                 name.digest = digest
-            state = AdapterState(name.entry, digest, name.error, name.held, text in self._settings)
+            state = AdapterState(name.entry, digest, name.error, name.held, text in self._settings, name.idle)
             states[text] = old if (old := self.states.get(text)) == state else state
         has_changed = (kept, states) != (self.kept, self.states)
         self.kept, self.states = kept, states

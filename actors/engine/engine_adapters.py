@@ -59,7 +59,7 @@ class EngineAdapters:
         self._machine = AdapterMachine(
             scheduler.extras[AdapterTable], lambda index: is_in_use(index, scheduler.all_states()), config.adapters
         )
-        self.is_awaited, self.check = self._machine.is_awaited, self._machine.check
+        self.is_awaited = self._machine.is_awaited
         self.fell_asleep, self.woke_up = self._event(self._machine.fell_asleep), self._event(self._machine.woke_up)
         self._fetched: dict[str, str] = {}  # folders of the adapters read from buckets, by digest
         self.is_restarting = False  # while runners start
@@ -109,6 +109,10 @@ class EngineAdapters:
         self._run(self._machine.received(message.entries, time.time_ns()))
         if message.needs is not None:
             self._run(self._machine.needed(front, message.needs))
+
+    def check(self, digest: str, resumed: bool) -> None:
+        """Note the use of an adapter; raises CallboardError if a request may not use it."""
+        self._machine.check(digest, resumed, time.time_ns() if digest else 0)
 
     def release_unused(self) -> None:
         """Free the places without a name or a request. A silent front that keeps one loses its connection.

@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from actors.front.link import EngineLink
 from actors.wire.adapter_entry import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
-from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.engine_client import EngineRefusal, Refusal, Replaceable
 from runtime.base.types import CallboardError
+
+_EXPECTED_S = 5.0  # a request that was prepared for so long, and not submitted, has ended
+_FREE_S = 5.0  # longest wait for a place, which another front's new stream may keep
+
+
+class _NoPlace(CallboardError):
+    """Raised if engines lack a free place; `idle` has the last uses of adapters that are idle on every engine."""
+
+    def __init__(self, text: str, idle: dict[str, int]) -> None:
+        super().__init__(text)
+        self.idle = idle
 
 
 class FrontAdapters:
@@ -30,6 +41,8 @@ class FrontAdapters:
         self._paths: dict[str, str] = {}  # adapter folders of engines and streams, by digest
         self._needs: dict[str, str] = {}  # folders by digest, as last sent to all engines
         self._news = asyncio.Event()  # set and replaced at each message of an engine
+        self._expected: dict[str, float] = {}  # times of requests that are about to be submitted, by digest
+        self._replacing = asyncio.Lock()  # held by a load that may unload others
 
     def served(self) -> dict[str, AdapterState]:
         """The adapters that requests may use, by name.
@@ -50,6 +63,7 @@ class FrontAdapters:
             yield
             return
         self._streams[digest] += 1
+        self._expected.pop(digest, None)
         if digest not in self._needs:
             self._update_needs()
         try:
@@ -97,7 +111,40 @@ class FrontAdapters:
         """An engine is gone: wake the calls that wait for it."""
         self._wake()
 
-    async def load(self, name: str, path: str) -> None:
+    def expect(self, digest: str) -> None:
+        """Keep an adapter for a request that is about to be submitted."""
+        if digest:
+            self._expected[digest] = time.monotonic()
+
+    async def load(self, name: str, path: str, replaceable: Replaceable | None = None) -> None:
+        """Load an adapter as `_load` does. Without a place, the least recently used of `replaceable` are unloaded.
+
+        Raises EngineRefusal if requests use all places, and the errors of `_load`."""
+        if replaceable is None:
+            return await self._load(name, path)
+        async with self._replacing:
+            while True:
+                try:
+                    return await self._load(name, path)
+                except _NoPlace as e:
+                    if (unused := self._least_used(e.idle, await replaceable())) is None:
+                        text = f"Requests use all adapters that are loaded, so {name!r} has no place (max_loras)"
+                        raise EngineRefusal(f"{text}; try again later.", Refusal.BUSY, 1.0) from e
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_FREE_S):
+                        await self.unload(unused)
+
+    def _least_used(self, idle: dict[str, int], replaceable: Collection[str]) -> str | None:
+        """Return a name that no request uses, the least recently used one; None if there is none."""
+        now = time.monotonic()
+        kept = self._streams.keys() | {digest for digest, at in self._expected.items() if now - at < _EXPECTED_S}
+        kept |= {
+            state.digest for name, state in self._served.items() if name not in replaceable or not state.entry.version
+        }
+        found = {name: idle[s.digest] for name, s in self._served.items() if s.digest in idle.keys() - kept}
+        return min(found, key=found.__getitem__, default=None)
+
+    async def _load(self, name: str, path: str) -> None:
         """Load an adapter on all usable engines. Until an engine has loaded it, the name keeps its former adapter.
 
         Raises EngineRefusal without a usable engine, or at the limit of names. Raises CallboardError if an engine
@@ -122,6 +169,10 @@ class FrontAdapters:
                 await self._broadcast(name, before)
             elif any(state.digest for state in states):  # no folder has the adapter that the others still serve
                 await self._broadcast(name, "")
+            full = [state.idle for state in states if state.idle is not None]
+            if full and len(full) == sum(bool(state.error) for state in states):
+                common = set(full[0]).intersection(*full)
+                raise _NoPlace(error, {digest: max(idle[digest] for idle in full) for digest in common})
             raise CallboardError(error)
 
     async def unload(self, name: str) -> None:

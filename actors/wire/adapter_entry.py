@@ -34,7 +34,9 @@ class AdapterState(msgspec.Struct, array_like=True, frozen=True):
     # Digest of the name's previous adapter; empty if there is none. Requests may use it until its successor is loaded
     # and the fronts have received that, and longer if the successor fails to load.
     held: str = ""
-    is_setting: bool = False  # the command line names it too: its entry is never dropped
+    is_setting: bool = False  # the command line names it, too, so its entry is never dropped.
+    # Last uses of this engine's idle adapters, in ns of the wall clock by digest; None unless this one lacked a place.
+    idle: dict[str, int] | None = None
 
     @property
     def is_served(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -63,6 +63,9 @@ def ignore_engine(engine: str) -> None:
     """An OnEngine that does nothing."""
 
 
+Replaceable = Callable[[], Awaitable[Collection[str]]]
+
+
 class AdapterClient(Protocol):
     """The adapters of the engines."""
 
@@ -70,10 +73,18 @@ class AdapterClient(Protocol):
         """The adapters that requests may use, by name."""
         ...
 
-    async def load(self, name: str, path: str) -> None:
+    async def load(self, name: str, path: str, replaceable: Replaceable | None = None) -> None:
         """Serve the adapter in a folder by this name on all engines. It replaces the name's current adapter.
 
-        Raises CallboardError if an engine cannot load it: then no engine serves it."""
+        Args:
+        replaceable: returns names to unload until there is a free place, the least recently used one first.
+
+        Raises CallboardError if an engine cannot load it: then no engine serves it. Raises EngineRefusal if requests
+        use all places."""
+        ...
+
+    def expect(self, digest: str) -> None:
+        """Keep an adapter for a request that is about to be submitted."""
         ...
 
     async def unload(self, name: str) -> None:

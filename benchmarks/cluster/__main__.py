@@ -1,4 +1,4 @@
-"""A Callboard of several machines: what clients notice when Ray's control plane, or a machine, is lost.
+"""Callboard on several machines: what clients notice when Ray's control plane, or a machine, is lost.
 
     python -m benchmarks.cluster                                      # every case, a minute each
     python -m benchmarks.cluster --cases gcs-stopped --seconds 10
@@ -6,13 +6,13 @@
 The machines are network namespaces of this one (network.py), each with its own raylet. One has the front and an engine,
 one a second engine, and one only Ray's GCS and Serve's controller. If no case disturbs the head, the last is the first
 one. Only a kernel with user namespaces is needed. `head-killed` also needs a redis-server, which keeps the GCS's state.
-All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
+The head's processes are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
 that Serve still replaces it (`front_back_s`, until a request is answered). `pod-ended` runs the hook of
 docs/deploy/kubernetes on the second engine's machine (`hook_s`), and then kills the machine. The others have a
 cluster of their own. `late-nodes` and `node-returns` begin with a head alone (late_nodes.py); planned.py has changes by
 an operator.
 
-Clients read streams one after another, and also send short requests, over connections of their own. Each answer is
+Clients read streams one after another, and also send short requests, over their own connections. Each answer is
 compared with an undisturbed cluster's. A JSON line a case.
 """
 
@@ -42,8 +42,8 @@ _CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut", "
 _LATE = {"late-nodes": partial(run_late_nodes, returns=False), "node-returns": partial(run_late_nodes, returns=True)}
 _APART = {**_LATE, **planned.CASES}  # each runs alone, in another cluster
 _OF_HEAD = "head-cut", "head-killed"
-_DEADLINE_S = 40  # of a pod's hook; without room elsewhere, Serve ends replicas drain_timeout_s and 2 s before
-_BEFORE_S = 1.0  # under load before a disturbance
+_DEADLINE_S = 40  # a pod hook's limit; without room elsewhere, Serve ends replicas drain_timeout_s and 2 s before
+_BEFORE_S = 1.0  # time under load before a disturbance
 
 
 async def _run(args: argparse.Namespace, folder: str) -> None:
@@ -66,7 +66,7 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
         "gcs-stopped": (lambda: cluster.signal_gcs(signal.SIGSTOP), lambda: cluster.signal_gcs(signal.SIGCONT)),
         "head-cut": (cluster.head.pull, cluster.head.plug),
         "head-killed": (cluster.head.kill, cluster.restart_head),
-        "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),  # for good
+        "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),  # never undone
         "engine-cut": (cluster.other.pull, lambda: None),
         "pod-ended": (lambda: cluster.end_pod(_DEADLINE_S), lambda: None),
     }

@@ -14,8 +14,8 @@ import httpx
 _NUM_STREAMS = 8
 _STREAM_TOKENS = 1500
 _SHORT_TOKENS = 8
-_SHORT_PAUSE_S = 0.2  # between two short requests
-_TIMEOUT_S = 30.0  # of a request: without a byte
+_SHORT_PAUSE_S = 0.2  # pause between two short requests
+_TIMEOUT_S = 30.0  # a request's time without a byte
 
 
 class Seen:
@@ -46,7 +46,7 @@ class Clients:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._answers: dict[int, str] = {}  # by seed
+        self._answers: dict[int, str] = {}  # answers by seed
 
     async def wait_until_ready(self, num_engines: int, timeout_s: float = 600.0) -> None:
         """Until the front is linked to `num_engines` engines."""

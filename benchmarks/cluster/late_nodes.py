@@ -21,7 +21,7 @@ from benchmarks.cluster.machines import Cluster
 _CPUS = ["--num-cpus=4", "--num-gpus=0"]
 _GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 _GPU = ["--num-cpus=4", "--num-gpus=1"]  # declared only: an engine there cannot load CUDA
-_WAITS = "waits for the first machine"  # in a build's log
+_WAITS = "waits for the first machine"  # a build's log has this
 _POLL_S = 1.0
 _TIMEOUT_S = 600.0
 _LOOK = """

@@ -31,15 +31,15 @@ _NO_CPUS, _ENGINE = ["--num-cpus=0"], ["--num-cpus=2"]
 _FRONT = ["--num-cpus=3", '--resources={"front": 1}']  # room for another front in an update, not for another engine
 FRONT = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
 _ENGINE_TITLE = "ray::Callboard:callboard:engine:"
-_COMMANDS = (  # of a cluster file; the fake provider runs none
+_COMMANDS = (  # fields of a cluster file; the fake provider runs none
     "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
     "head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter",
 )  # fmt: skip
 _HEAD_TYPE = "ray.head.default"
-# A raylet ends if its agents take 15 s to write their ports, as on busy cores. It looks for one of the fixed ones, too.
+# A raylet ends if its agents take 15 s to write their ports, as on busy cores. It looks for a fixed one, too.
 _AGENTS = ["--metrics-export-port=20001", "--runtime-env-agent-port=20002", "--dashboard-agent-grpc-port=20003"]
 _AGENT_PORT = 52365
-_QUICK = {  # as `callboard serve` has it: workers when they are needed, no lower than all else that the machine does
+_QUICK = {  # `callboard serve`'s: workers when they are needed, at the priority of other processes
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
@@ -77,7 +77,7 @@ class Cluster:
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
         self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}
-        if has_redis:  # in which the GCS stores its state
+        if has_redis:  # the GCS stores its state there
             self._environment["RAY_REDIS_ADDRESS"] = f"{HOST}:{_REDIS_PORT}"
             redis = ["redis-server", "--bind", HOST, "--port", str(_REDIS_PORT), "--protected-mode", "no", "--save", ""]
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)
@@ -223,7 +223,7 @@ class Cluster:
         return [folder.name for folder in machine.processes() if _ENGINE_TITLE in _read(folder / "cmdline")]
 
     def environments(self, names: tuple[str, ...]) -> dict[str, dict[str, str]]:
-        """Return these variables of each process of the application on the front's machine, by title."""
+        """Return these variables for each application process on the front's machine, by title."""
         found = {}
         for folder in self.front.processes():
             title = _read(folder / "cmdline").strip("\0")

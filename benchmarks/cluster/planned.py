@@ -24,7 +24,7 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.late_nodes import look, print_state, until
 from benchmarks.cluster.machines import FRONT, Cluster
 
-_BEFORE_S = 1.0  # under load before a change
+_BEFORE_S = 1.0  # time under load before a change
 _ROOM = "--num-cpus=4"  # two engines
 _IDLE_S = 20.0  # until the autoscaler ends an idle node
 _SETUP = "from setuptools import setup; setup(name='own-word', version='1.0', py_modules=['own_word'])"

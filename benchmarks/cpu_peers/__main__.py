@@ -1,4 +1,4 @@
-"""Callboard on a CPU against llama.cpp and transformers: the same file, the same number of threads, in turns.
+"""Callboard on a CPU against llama.cpp and transformers: the same file, equally many threads, in turns.
 
     pip install xllamacpp                                  # a wheel of llama.cpp
     python -m benchmarks.cpu_peers --output benchmarks/results/cpu_peers.jsonl
@@ -6,7 +6,7 @@
     python -m benchmarks.cpu_peers --isa avx2              # Callboard without AVX-512 and AMX
     python -m benchmarks.cpu_peers --peers transformers --cells decode prompt --set dtype=float32  # both in float32
 
-Each side runs in a process of its own. A round measures the sides one after another, and all but one are stopped.
+Each side runs in its own process. A round measures the sides one after another, and all but one are stopped.
 Answers are greedy, EOS is ignored, and prompts are random token ids that differ in each round.
 
     | cell | what | Callboard | llama.cpp |
@@ -45,7 +45,7 @@ from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.resolve import resolve
 
 IN_PROCESS, SERVED = ("decode", "batch8", "prompt"), ("http", "load", "memory")
-_QUIET_LOAD = 0.5  # processes, at the start of the program
+_QUIET_LOAD = 0.5  # processes, when the program starts
 PEERS = ("llama.cpp", "transformers")
 
 
@@ -157,7 +157,7 @@ class Benchmark:
         return rows
 
     def _served(self, cells: list[str]) -> list[Row]:
-        """The rows of starts of servers. Load and memory are measured with the most threads alone."""
+        """The rows for server starts. Load and memory are measured only with the most threads."""
         rows, model = list[Row](), str(self._path)
         names = [CALLBOARD, *(name for name in self.peers if name == "llama.cpp")]
         for threads in self.threads if "http" in cells else [max(self.threads)] if cells else []:

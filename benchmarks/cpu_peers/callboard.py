@@ -22,8 +22,8 @@ class Times(NamedTuple):
     """Seconds of one request."""
 
     first: float  # until its first token
-    rest: float  # from then on
-    rest_cpu: float  # of all threads of this process
+    rest: float  # after that token
+    rest_cpu: float  # this process's threads together
 
 
 class Callboard:

@@ -10,20 +10,20 @@ from benchmarks.cpu_peers.side import Rounds
 
 CALLBOARD = "callboard"
 DETERMINISTIC, DEFAULT = "deterministic", "default"
-TITLES = {CALLBOARD: "Callboard"}  # of columns that do not have the name of their side
+TITLES = {CALLBOARD: "Callboard"}  # titles of columns that are not named after their side
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One number of a cell."""
 
-    key: str  # in the results of a side
+    key: str  # key in a side's results
     text: str
     is_better_if_lower: bool = False
 
 
 _SPEED = Figure("tok_s", "tok/s")
-FIGURES: dict[str, tuple[Figure, ...]] = {  # by cell
+FIGURES: dict[str, tuple[Figure, ...]] = {  # key: cell
     "decode": (_SPEED, Figure("cpu_ms", "CPU ms a token", True)),
     "http": (_SPEED, Figure("ttft_ms", "ms to the first token", True)),
     "batch8": (_SPEED,),
@@ -40,9 +40,9 @@ class Row:
     cell: str
     text: str
     threads: int
-    medians: dict[str, float]  # by side
+    medians: dict[str, float]  # medians by side
     ranges: dict[str, tuple[float, float]]
-    ratios: dict[str, float]  # by side other than the first
+    ratios: dict[str, float]  # ratios by side other than the first
 
 
 def rows_of(cell: str, threads: int, rounds: Rounds, prefix: str = "") -> list[Row]:

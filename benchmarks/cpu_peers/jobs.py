@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 PROMPT_TOKENS, LONG_PROMPT_TOKENS, BATCH = 16, 480, 8
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
-_IDS = 1000, 30000  # in the vocabulary of every measured model
+_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
+_IDS = 1000, 30000  # every measured model's vocabulary has them
 
 
 class Job(NamedTuple):

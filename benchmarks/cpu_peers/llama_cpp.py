@@ -19,7 +19,7 @@ import xllamacpp
 
 from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, arguments, do_jobs
 
-SLOT_TOKENS = 512  # of the context of each slot; also the default of llama_context_params
+SLOT_TOKENS = 512  # tokens in each slot's context; also llama_context_params' default
 
 
 class _Struct(ctypes.Structure):
@@ -144,7 +144,7 @@ def serve(settings: dict[str, Any]) -> None:
     """Serve HTTP with one slot until a signal."""
     params = server_params(settings["model"], settings["threads"], 1, settings["context"])
     params.port = settings["port"]
-    server = xllamacpp.Server(params)  # it serves from threads of its own
+    server = xllamacpp.Server(params)  # it serves from its own threads
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     del server
 

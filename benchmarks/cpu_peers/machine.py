@@ -1,4 +1,4 @@
-"""Facts of this machine and of the installed libraries that figures depend on."""
+"""Facts on this machine and the installed libraries that figures depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cpu() -> tuple[str, list[str]]:
 
 
 def cpu_of(info: str) -> tuple[str, list[str]]:
-    """The same of the text of /proc/cpuinfo."""
+    """The same from the text of /proc/cpuinfo."""
     name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
     found = set(flags[1].split()) if flags else set()

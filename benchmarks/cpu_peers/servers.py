@@ -1,4 +1,4 @@
-"""One start of each HTTP server: the seconds until it is ready, its memory, and one stream of tokens.
+"""One start of each HTTP server: the seconds until it is ready, its memory, and one token stream.
 
 Each round starts each server anew, and stops it before the other one starts."""
 
@@ -19,9 +19,9 @@ from benchmarks.cpu_peers.side import Log, SideError
 from benchmarks.library.servers import NotReady, server, tree_of
 from serve_app.bench.client import Client, Turn
 
-CONTEXT = 4096  # tokens of the context, and of the KV cache, of both servers
+CONTEXT = 4096  # tokens in both servers' context and KV cache
 _BLOCK = 16  # tokens; Callboard's default block_size
-_STREAMS = 3  # of a start, one after the other
+_STREAMS = 3  # streams per start, one after the other
 _START_S = 120.0
 _MIB = 1 << 20
 
@@ -76,8 +76,8 @@ async def _streams(url: str, job: Job) -> dict[str, float]:
 def memory_of(root: int) -> dict[str, float]:
     """MiB of a process and its descendants.
 
-    `model_mib` is the highest peak of one process, which is the one with the model. `all_mib` is the memory of all,
-    where each of several processes with a page has its share of that page."""
+    `model_mib` is the highest peak of one process, the one with the model. `all_mib` is all processes' memory;
+    processes with a common page each count their share."""
     peaks, shares = [0.0], [0.0]
     for pid in tree_of(root):
         with contextlib.suppress(OSError):
@@ -87,5 +87,5 @@ def memory_of(root: int) -> dict[str, float]:
 
 
 def _kib(path: Path, field: str) -> int:
-    """A field of a file of /proc; 0 if it is missing, as in that of a process that has ended."""
+    """A field in a /proc file; 0 if it is missing, as for a process that has ended."""
     return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(field)), 0)

@@ -17,7 +17,7 @@ from benchmarks.cpu_peers.jobs import Job
 
 ROOT = Path(__file__).parents[2]
 _STOP_S = 60
-_LOG_LINES = 12  # of a failed process that the error shows
+_LOG_LINES = 12  # a failed process's lines that the error shows
 
 
 class SideError(Exception):
@@ -28,7 +28,7 @@ class Log:
     """The standard error of a process, in a temporary file."""
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open beside the process
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it remains open as long as the process
 
     def last_lines(self) -> str:
         self.file.seek(0)
@@ -94,7 +94,7 @@ def closing_all(sides: Mapping[str, Side]) -> Iterator[None]:
             side.close()
 
 
-Rounds = dict[str, list[dict[str, float]]]  # side -> its figures of each round
+Rounds = dict[str, list[dict[str, float]]]  # side -> its figures in each round
 
 
 def in_turns(sides: Mapping[str, Side], cell: str, rounds: int, new_tokens: int) -> Rounds:

@@ -19,7 +19,7 @@ from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 
-_BLOCK_SIZE = 16  # as served
+_BLOCK_SIZE = 16  # the served size
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""Makes a target and a draft of random weights that agree at a chosen rate, to time speculation with.
+"""Makes a target and a draft with random weights that agree at a chosen rate, to time speculation with.
 
     python -m benchmarks.drafts.calibrated_pair /tmp/pair --draft small --acceptance 0.8
 
 OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft. The first dimensions
-of its residual stream are the draft's. The corners of its first layers' matrices are the draft's layers, and the first
-columns of its head are the draft's head. The rest is noise, and epsilon scales all outputs into the residual stream. At
-0 the two are one model (the norms of the wider stream compensate for the width). The larger epsilon is, the less they
-agree. Epsilon is found by bisection on samples of both (benchmarks.drafts.acceptance), half of them greedy, half at
-temperature 1. The printed figures come from other prompts. Such a pair differs from a trained one: all stretches of its
+of its residual stream are the draft's. Its first layers' matrices have the draft's layers in their corners, and its
+head's first columns are the draft's head. The rest is noise, and epsilon scales all outputs into the residual stream.
+At 0 the two are one model (the norms of the wider stream compensate for the width). The larger epsilon is, the less
+they agree. Epsilon is found by bisection on both models' samples (benchmarks.drafts.acceptance), half greedy, half at
+temperature 1. The printed figures come from other prompts. Such a pair differs from a trained one: all stretches in its
 text are about equally hard to guess.
 """
 
@@ -37,7 +37,7 @@ from runtime.quant.held_weight import held_dense
 from runtime.worker.runner import choose_numerics
 
 TARGET = CONFIGS["llama-3.1-8b"]
-DRAFTS: dict[str, dict[str, Any]] = {  # four query heads a kv head, and heads of the same size, as the target's
+DRAFTS: dict[str, dict[str, Any]] = {  # four query heads a kv head, and the target's head size
     "small": {
         "num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
         "intermediate_size": 4096,
@@ -59,7 +59,7 @@ TINY_DRAFT = {
 TEMPERATURES = (0.0, 1.0)
 PROMPT_LEN, OUTPUT_LEN = 128, 64
 
-_EMBED_STD = 0.4  # beside layers that write about 0.6 each: the last token alone must not determine the next one
+_EMBED_STD = 0.4  # layers write about 0.6 each: the last token alone must not determine the next one
 _QUERY_GAIN = 2.0  # attention that picks some positions, not a mean of all
 _FREEZING = 0.95  # see _head_gain
 _NOISY = (".out.weight", ".down.weight")  # weights that write into the residual stream
@@ -71,8 +71,8 @@ class Pair:
     def __init__(self, target: dict[str, Any], draft: dict[str, Any], numerics: Numerics, seed: int = 0) -> None:
         """`draft` holds the fields in which the draft's config.json differs from the target's."""
         ratio = target["hidden_size"] / draft["hidden_size"]
-        # Norms divide by the mean square over all dimensions. The draft's are 1 / ratio of them, and the others are
-        # zero.
+        # Norms divide by the mean square over all dimensions. The draft's are 1 / ratio of all, and the others
+        # are zero.
         eps = target["rms_norm_eps"] * ratio
         dtype_name = str(numerics.dtype).removeprefix("torch.")
         self.target_config = target | {"torch_dtype": dtype_name}
@@ -94,7 +94,7 @@ class Pair:
     def _draw(self, name: str, shape: tuple[int, ...], width: int) -> torch.Tensor:
         """A random parameter of either model; `width` is the draft's, and its dimensions hold everything but noise."""
         noise = torch.randn(shape, generator=self._generator, device=self.numerics.device)
-        if name == "final_norm":  # of either sign, or a tied head would name the token that it has just read
+        if name == "final_norm":  # both signs, or a tied head would name the token that it has just read
             noise.sign_().mul_(_head_gain(self.target_spec.vocab_size, width))
         elif name.endswith("norm"):
             noise.mul_(0.1).add_(1.0)
@@ -148,7 +148,7 @@ class Pair:
         matches = find_matches(self.decoder(None), texts)
         free(self.numerics)
         halves = {f"{t:g}": slice(i * num_prompts, (i + 1) * num_prompts) for i, t in enumerate(TEMPERATURES)}
-        # At temperature 1 tokens are drawn from the distribution itself: the mean of -log p is its entropy.
+        # Temperature 1 draws tokens from the distribution itself: the mean of -log p is its entropy.
         return {
             "acceptance": {t: float(np.mean(matches[half])) for t, half in halves.items()},
             "tokens_a_round_of_4": {t: tokens_a_round(matches[half], 4) for t, half in halves.items()},
@@ -160,11 +160,11 @@ class Pair:
 
 
 def _head_gain(vocab_size: int, width: int) -> float:
-    """So that logits have a standard deviation of _FREEZING * sqrt(2 ln vocab).
+    """Return the factor that gives logits the standard deviation _FREEZING * sqrt(2 ln vocab).
 
     N Gaussian logits are a random energy model. Their softmax has ln N - std^2 / 2 nats, and concentrates on a few
-    tokens at std = sqrt(2 ln N). Somewhat below, it has a few bits, and gaps between the best two of about a nat. The
-    noise of temperature 1 is as large, so acceptance is nearly that of greedy."""
+    tokens at std = sqrt(2 ln N). Somewhat below, it has a few bits, and the best two differ by about a nat. The
+    noise at temperature 1 is as large, so acceptance is nearly that of greedy."""
     return _FREEZING * math.sqrt(2 * math.log(vocab_size)) / (_EMBED_STD * math.sqrt(width))
 
 

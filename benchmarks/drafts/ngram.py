@@ -33,7 +33,7 @@ def main() -> None:
     print("| prompt | temperature | off, tok/s | n-gram, tok/s | ratio | accepted of guessed |\n" + "|---" * 6 + "|")
     for name, prompt in PROMPTS.items():
         for temperature in (0.0, 0.7):
-            seconds, answers = [0.0, 0.0], [[], []]  # without, with
+            seconds, answers = [0.0, 0.0], [[], []]  # plain, drafted
             for seed in range(args.repeats + 1):
                 if seed == 1:
                     seconds = [0.0, 0.0]

@@ -1,7 +1,7 @@
 """Decoding with and without guesses: the engine, its runner and its draft as actors, requests over a link.
 
-For each draft an engine is started, and for each batch size its requests decode together; the first round of a batch is
-not measured. Tokens a second count from when every request has its first token to the end of the first that ends. The
+For each draft an engine is started, and for each batch size its requests decode together; a batch's first round is
+not measured. Tokens a second count from when every request has its first token until the first request ends. The
 texts of all drafts are compared.
 
     python -m benchmarks.drafts.speculation MODEL --drafts none DRAFT ngram --batches 1 8 64
@@ -39,7 +39,7 @@ LEARNED = "acceptance", "verify_overhead_us", "step_overhead_us", "draft_answer_
 async def run_batch(
     link: EngineGroup, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Tokens a second of all requests together while all of them decode; their tokens."""
+    """All requests' tokens a second while all decode; their tokens."""
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
 

@@ -1,13 +1,13 @@
-"""The price of adapters (LoRA) in this process: random weights of a published shape, adapters for all linear maps.
+"""The price of adapters (LoRA) in this process: random weights in a published shape, adapters for all linear maps.
 
     python -m benchmarks.engine.adapters --model llama-3.2-1b --cells 1x128x512 64x128x256 --adapters 0 1 8
     python -m benchmarks.engine.adapters --model llama-3.1-8b --cells --loads 10 --streams 64
 
-A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number of `--adapters`, which the
+A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number in `--adapters`, which the
 requests use in turn. If 0 comes first, its share of the rate without adapters is given. All run on one engine with room
 for adapters, so 0 shows the cost for requests without one. `--loads` reads an adapter that often while `--streams`
-decode. It gives the time of a load and the longest time between two steps during it. The same number of steps without
-loads is given, too.
+decode. It gives a load's time and the longest time between two steps during it. Equally many steps without
+loads are given, too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[s
 
 
 def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[float, float, float]:
-    """Seconds of one load while `streams` decode, of the longest step during it, and of the longest among as many steps
-    without it."""
+    """Seconds that one load takes while `streams` decode, the longest step during it, and the longest among as many
+    steps without it."""
     loads: list[float] = []
 
     def load() -> None:
@@ -53,7 +53,7 @@ def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[
     engine.add(streams, 32, 4000)
     ends, gaps = [], {}
     for name in ("usual", "loading"):
-        for _ in range(100):  # past the prompts, and the after-effects of the last load
+        for _ in range(100):  # skips the prompts, and the last load's after-effects
             engine.core.step()
         thread = threading.Thread(target=load)
         ends = [time.perf_counter()]

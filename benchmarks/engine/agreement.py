@@ -33,7 +33,7 @@ Text = tuple[list[int], list[float]]  # tokens, and at each the gap between the 
 
 
 def answers(model: str, settings: list[str], prompts: list[list[int]], output_len: int) -> list[Text]:
-    """The greedy continuation of each prompt, all in one batch, by an engine of the same random weights."""
+    """Each prompt's greedy continuation, all in one batch, by an engine with the same random weights."""
     engine = Engine(model, engine_config(settings))
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, logprobs=2)
     texts: list[Text] = [([], []) for _ in prompts]

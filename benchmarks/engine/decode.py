@@ -1,4 +1,4 @@
-"""Decode speed and throughput of the engine in this process: random weights of a published shape, EOS off.
+"""The engine's decode speed and throughput in this process: random weights in a published shape, EOS off.
 
     python -m benchmarks.engine.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
     python -m benchmarks.engine.decode --model llama-3.2-3b --cells 1x128x512 48x128x256 \\
@@ -6,10 +6,10 @@
     python -m benchmarks.engine.decode --model llama-3.1-8b --set tensor_parallel_size=2        # a GPU for each rank
 
 A cell is BATCHxINxOUT, all requests added at once. Each is measured with every `--sampling`, on one engine. If greedy
-comes first, its share of the greedy rate is given. Logits of random weights are nearly flat, which is the worst case of
+comes first, its share of the greedy rate is given. Random weights give nearly flat logits, the worst case for
 filters; `--logit-scale` makes them more peaked. Decode tok/s counts the tokens after every request has its first one,
-over the time from then on. Output tok/s counts all tokens over all of the time, prefill included. Medians of the
-repeats.
+over the time from then on. Output tok/s counts all tokens over the whole time, prefill included. Figures are medians
+over the repeats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     largest = max(batch for batch, _, _ in cells)
     config = engine_config(args.set, **({"max_num_seqs": largest} if largest > 256 else {}))
     results = Results("decode", args.out)
-    greedy: dict[tuple[int, ...], float] = {}  # decode tok/s of a cell
+    greedy: dict[tuple[int, ...], float] = {}  # decode tok/s by cell
     engine = Engine(args.model, config)
     if args.logit_scale != 1:
         engine.runner.decoder.final_norm.mul_(args.logit_scale)

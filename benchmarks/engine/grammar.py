@@ -1,4 +1,4 @@
-"""The cost of grammars: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
+"""The cost of grammars: compiling them, and a mask and an advance for each row in a step, over a schema corpus.
 
 python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
 python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of 40 schemas of the corpus
@@ -130,7 +130,7 @@ def lazy(vocabulary: Vocabulary, grammars: list[Grammar], texts: list[list[list[
 
 
 def api_grammars(least: int, num: int) -> list[Grammar]:
-    """Types of the openai package, as its client sends them for structured output: closed objects of `least` to 60
+    """Types in the openai package, as its client sends them for structured output: closed objects with `least` to 60
     properties, which may have an automaton."""
     schemas: dict[str, str] = {}
     for found in pkgutil.walk_packages(openai.types.__path__, "openai.types."):

@@ -3,8 +3,8 @@
 python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.json and *.jsonl, with its subfolders
 python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # 500 random ones of its schemas
 
-Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
-schema with tests) and plain schemas (JSONSchemaBench). Lines of JSON with schema, valid and invalid, as in tests/data,
+Files are read in the public suites' forms: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
+schema with tests) and plain schemas (JSONSchemaBench). JSON lines with schema, valid and invalid, as in tests/data,
 are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
 children that are killed after five seconds.
 """
@@ -43,7 +43,7 @@ class Case:
 
 
 def main() -> None:
-    from benchmarks.library.measure import Results, new_parser  # with torch, which the children do not load
+    from benchmarks.library.measure import Results, new_parser  # imports torch, which the children do not load
 
     parser = new_parser(__doc__, model=False)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def read(folder: Path) -> Iterator[Case]:
-    """The cases of a folder, in the order of their files' names."""
+    """A folder's cases, in the order of file names."""
     for path in sorted(folder.rglob("*.json*")):
         try:
             text = path.read_text("utf-8")

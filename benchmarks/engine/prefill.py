@@ -1,8 +1,8 @@
-"""Time from the arrival of a request to its first token, one request at a time, each prompt a fresh random one.
+"""Time from a request's arrival to its first token, one request at a time, each prompt a fresh random one.
 
     python -m benchmarks.engine.prefill --model llama-3.2-1b --lengths 512 2048 8192
 
-The engine is in this process and has random weights of a published shape. Medians of the repeats.
+The engine is in this process and has random weights in a published shape. Figures are medians over the repeats.
 """
 
 from __future__ import annotations

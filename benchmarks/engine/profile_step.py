@@ -1,11 +1,11 @@
-"""The time of a decode step by kernel: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
+"""A decode step's time by kernel: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
 
     python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 64 --trace trace.json.gz
 
 The busy share is the union of all kernel, copy and fill intervals, over the time from the first start to the last end.
-The profiler slows the host, so the share is given twice. One is within the trace. The other is of the time of
-unprofiled steps right before and after the traced ones, with contexts of the same mean length. A kernel that waits for
-its predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
+The profiler slows the host, so the share is given twice. One is within the trace. The other divides by the time of
+unprofiled steps right before and after the traced ones, with contexts equally long on average. A kernel that waits
+for its predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, new_parser
 
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # trace event categories
 
 
 def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, 
     ends first gets the time, because the others wait for it. So the sum is the time in which any ran."""
     waiting = sorted(events, key=lambda e: -e["ts"])
     sums: dict[str, list[float]] = {event["name"]: [0, 0.0] for event in waiting}
-    running: list[tuple[float, str]] = []  # a heap of ends
+    running: list[tuple[float, str]] = []  # heap of end times
     now = 0.0
     while waiting or running:
         if not running:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def profile_batch(engine: Engine, batch: int, args: argparse.Namespace, results: Results) -> None:
-    """Print the time of decode steps of `batch` rows by kernel, and add it to the results."""
+    """Print the time by kernel for decode steps with `batch` rows, and add it to the results."""
 
     def steps(count: int, what: str) -> float:
         """Milliseconds a step."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.soak --model llama-3.2-1b --minutes 10
 
-Prompts have 1 to 4,096 tokens, outputs 1 to 256, and up to twice the rows of a step run, so that steps of every size
+Prompts have 1 to 4,096 tokens, outputs 1 to 256, and up to twice a step's rows run, so that steps with every size
 and mix occur. One line at the end: reserved and allocated bytes after the first minute and at the end.
 """
 

@@ -1,13 +1,13 @@
-"""The extra time of decode steps and of the first token with grammars: random weights, with all rows of a batch bound
+"""The extra time of decode steps and the first token with grammars: random weights, with all rows in a batch bound
 or none.
 
     python -m benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
     python -m benchmarks.engine.structured_steps --model gpt-oss-20b --tokenizer FOLDER --batches 1 64 --channels
 
-All rows follow one schema of open strings, or the grammar of a turn in channels without tools, at temperature 1. They
-are served by the lazy engine, by the eager one, or (`none`) by neither. Steps count while all rows of the batch
-decode; `share` is the extra time of the median step over one without grammars. First tokens are of single requests of a
-known grammar, by length of the prompt. FOLDER has the tokenizer.json of the model's family.
+All rows follow one schema of open strings, or the grammar for a turn in channels without tools, at temperature 1. They
+are served by the lazy engine, by the eager one, or (`none`) by neither. Steps count while all rows in the batch
+decode; `share` is the median step's extra time over one without grammars. First tokens come from single requests with a
+known grammar, by prompt length. FOLDER has the model family's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
     engines = runner.masks._engines.result() if runner.masks._engines is not None else None
     assert engines is not None
-    engines.policy = AutomatonPolicy(0.0, 0)  # at once
+    engines.policy = AutomatonPolicy(0.0, 0)  # builds at once
     deadline = time.monotonic() + 60
     while engines.matcher(grammar).engine == "lazy" and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -104,7 +104,7 @@ def main() -> None:
     results, steps = Results("structured_steps", args.out), Steps(runner)
     params = {kind: SamplingParams(max_tokens=args.output, temperature=1.0, grammar=g) for kind, g in kinds.items()}
     firsts: dict[tuple[str, int], list[float]] = {(kind, n): [] for n in args.prompt_lens for kind in kinds}
-    for _ in range(40):  # in random order, because a GPU has slower clocks after a long prompt
+    for _ in range(40):  # random order, because a GPU has slower clocks after a long prompt
         for kind, prompt_len in steps.rng.permutation(np.array([*firsts], object)).tolist():
             first, _ = steps.run(1, prompt_len, replace(params[kind], max_tokens=1))
             firsts[kind, prompt_len].append(first)

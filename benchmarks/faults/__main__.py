@@ -1,16 +1,16 @@
-"""The fault matrix: the tokens that are lost, and the pauses of streams, when one process after another is killed.
+"""The fault matrix: lost tokens, and stream pauses, when one process after another is killed.
 
     python -m benchmarks.faults --faults engine,runner --when decode --repeats 20 --out benchmarks/results/faults.jsonl
     python -m benchmarks.faults --repeats 20 --instances 8 --out benchmarks/results/faults.jsonl   # all of it
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
-A running application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read. Applications follow one another: a plain one, one that speculates, one with a hybrid model, and one with
-engines of two ranks. The column `update` has two with a trainer, of one rank and of two. The models are tiny, and their
-steps are slowed to `--step-ms`. Each token is compared with the undisturbed model's.
+A running application with two engines, on two nodes of one Ray, and two fronts gets one fault after another while
+streams are read. Applications follow one another: a plain one, one that speculates, one with a hybrid model, and one
+with two-rank engines. The column `update` has two with a trainer, with one rank and with two. The models are tiny, and
+their steps are slowed to `--step-ms`. Each token is compared with the undisturbed model's.
 
 A repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can be continued.
-`--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
+`--instances` run side by side, with their own ports, folders and Ray, and need three cores each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.faults.matrix import FAULTS, WHEN, Fault
 from benchmarks.faults.page import PLOT, draw, lines_of, write_page
 from benchmarks.library.measure import Results, new_parser
 
-_FIELDS = {  # of the application
+_FIELDS = {  # the application's settings
     "deterministic": True,
     "num_threads": 1,
     "kv_cache_memory": 0.3,
@@ -41,7 +41,7 @@ _FIELDS = {  # of the application
     "step_timeout_s": 3.0,
 }
 _DRAFT = {"num_draft_tokens": 3, "draft_kv_cache_memory": 0.3}
-_OWN = "verify", "states", "update"  # columns with applications of their own
+_OWN = "verify", "states", "update"  # columns with their own applications
 _RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, gives the same
 
 

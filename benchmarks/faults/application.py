@@ -2,9 +2,9 @@
 
     python -m benchmarks.faults.application FOLDER MODEL FIELD=VALUE...
 
-The process starts a Ray of its own, with its files in FOLDER, and deploys the application on it. Then it answers one
+The process starts its own Ray, with its files in FOLDER, and deploys the application on it. Then it answers one
 JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout. The methods are the methods of `Application`. The
-process that causes the faults is outside of that Ray, and so does not end with it.
+process that causes the faults is outside that Ray, and so does not end with it.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
 
 def main() -> None:
     with suppress(KeyboardInterrupt):
-        run(_live)  # all processes of that Ray end, however this one ends
+        run(_live)  # that Ray's processes end, however this one ends
 
 
 def _live(_: Parent) -> None:

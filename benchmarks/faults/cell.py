@@ -22,13 +22,13 @@ from runtime.base.types import SamplingParams
 from runtime.llm import LLM
 from serve_app.tools.token_client import Reading, Server
 
-NUM_TOKENS = 150  # of an answer
-PROMPT_LENS = {"prefill": 1000, "states": 200}  # in the other columns: 20
+NUM_TOKENS = 150  # answer length
+PROMPT_LENS = {"prefill": 1000, "states": 200}  # 20 in the other columns
 _POLL_S = 0.1
 _LEAST_S = 2.0  # that each cell is watched for after its fault
-_WHOLE_S = 120.0  # for the application to be whole again
+_WHOLE_S = 120.0  # limit until the application is whole again
 _UPDATE_S = 30.0  # for an update of the weights to succeed when the application is whole
-_END_S = 60.0  # for the last answers
+_END_S = 60.0  # limit until the last answers
 
 
 class Asked(Protocol):
@@ -90,7 +90,7 @@ class Cell:
         self._stopping = asyncio.Event()
         self._clients = [Client(i) for i in range(len(answers.prompts))]
         self._tasks: list[asyncio.Task[None]] = []
-        self._trainers: list[Trainer] = []  # of the column update
+        self._trainers: list[Trainer] = []  # trainers in the column update
 
     def pids(self, role: str) -> list[int]:
         """The processes that a fault with this name hits."""
@@ -98,7 +98,7 @@ class Cell:
             return [self._gcs]
         if role == "engines":
             return [pid for name, _, pid in self._processes if name == "engine"]
-        if role == "rank":  # runners are listed in the order of their ranks
+        if role == "rank":  # runners are listed by rank
             return [pid for name, engine, pid in self._processes if (name, engine) == ("runner", self.victim)][1:2]
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
@@ -205,7 +205,7 @@ class Cell:
             await self.trainer.wait_for("finished")
 
     async def check_that_update_is_open(self) -> None:
-        """The update of a dead trainer stays open, and the start of another trainer is refused."""
+        """A dead trainer's update remains open, and another trainer's start is refused."""
         try:
             answer: Any = await asyncio.to_thread(call, self._url, "POST", "/start_weight_update")
         except Refused as e:
@@ -308,12 +308,12 @@ class Cell:
             hit = [client.number for client in self._clients if client.number % 10 == 0]
         pauses = [client.pause(since) for client in self._clients]
         errors = [r.error for c in self._clients for r in c.readings if r.error]
-        of_hit = [pauses[i] for i in hit]
+        hit_pauses = [pauses[i] for i in hit]
         others = [pause for i, pause in enumerate(pauses) if i not in hit]
         names = ("requests", "lost", "wrong_tokens", "cut", "refused")
         return {name: counts[name] for name in names} | {
             "num_hit": len(hit),
-            "hit_pause_s": [median(of_hit), max(of_hit)] if of_hit else None,
+            "hit_pause_s": [median(hit_pauses), max(hit_pauses)] if hit_pauses else None,
             "others_pause_s": [median(others), max(others)] if others else None,
             "whole_s": whole_s,
             "held_s": self.hold_s,

@@ -45,16 +45,16 @@ class Fault:
     """One row."""
 
     name: str
-    text: str  # the description of the fault
+    text: str  # the fault's description
     do: Callable[[Target], Awaitable[None]]
     undo: Callable[[Target], Awaitable[None]] | None = None  # None if the application must recover by itself
     hold_s: float = 0.0  # how long until it is undone
-    hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
+    hits_engine: bool = False  # one engine's streams are hit; the others should notice nothing
     hits_cut: bool = False  # the clients hit are those with lost connections
     is_final: bool = False  # the application cannot recover, and another one is started
     through_proxy: bool = False
     none_when: dict[str, str] | None = None  # columns that make no sense, with the reason
-    num_ranks: int = 1  # of each engine of the application
+    num_ranks: int = 1  # ranks in each engine of the application
 
     def why_not(self, when: str, has_disk: bool = True) -> str:
         """Why a cell is empty; empty if it is not."""
@@ -64,7 +64,7 @@ class Fault:
 
 
 def _signal(role: str, number: signal.Signals) -> Callable[[Target], Awaitable[None]]:
-    """Send it to the process of the victim engine, or to the first one of that role (HAProxy and all engines: to
+    """Send it to the victim engine's process, or to the first one with that role (HAProxy and all engines: to
     all)."""
 
     async def send(cell: Target) -> None:
@@ -201,6 +201,6 @@ ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, the head node's only own process",
     "late node": "no stream exists before the first machine joins; `python -m benchmarks.cluster --cases "
-    "node-returns` measures it; a machine that returns is not shown yet "
+    "node-returns` measures it "
     "([cluster.md](cluster.md#machines-that-join-later))",
 }

@@ -1,6 +1,6 @@
-"""Steps of a chosen length, for an application with a model so small that its steps take no time.
+"""Steps with a chosen length, for an application with a model too small for its steps to take time.
 
-Ray calls `install` in each of its workers before anything else. A runner's step then ends at least
+Ray calls `install` in each worker before anything else. A runner's step then ends at least
 CALLBOARD_FAULTS_STEP_MS after it began, like a large model's. Kills come in mid-step, and a hundred streams leave most
 of a small machine's cores idle.
 """
@@ -17,7 +17,7 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 
 
 def install() -> None:
-    """Slow the runner of this worker down, and do Callboard's own setup of a worker."""
+    """Slow this worker's runner down, and do Callboard's own worker setup."""
     import actors.runners.runner
     from actors.ray.process import listen_on_loopback
 

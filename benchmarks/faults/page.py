@@ -14,7 +14,7 @@ from benchmarks.faults.matrix import ABSENT, DRAFT_ONLY, FAULTS, WHEN, Fault
 ROOT = Path(__file__).parents[2]
 LINES, PAGE = ROOT / "benchmarks/results/faults.jsonl", ROOT / "docs/faults.md"
 PLOT = ROOT / "benchmarks/plots/faults.png"
-_SUMMARY = {  # rows of the summary, by their process
+_SUMMARY = {  # summary rows by process
     "engine": "an engine",
     "runner": "a runner",
     "front": "a front",
@@ -74,8 +74,8 @@ def write_page(lines: Path = LINES, page: Path = PAGE) -> None:
     page.write_text("\n".join([_HEAD, *_summary(told), *folded, *_legend(told)]))
 
 
-def _of_decode(fault: str, told: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """The (median, longest) pause in seconds of each repeat: of the streams that were hit, or else of all."""
+def _decode_pauses(fault: str, told: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Each repeat's (median, longest) pause in seconds, among the streams that were hit, or else all."""
     runs = [line for line in told if (line["fault"], line["when"]) == (fault, "decode")]
     pauses = [run["hit_pause_s"] or run["others_pause_s"] for run in runs]
     return [(p50, worst) for p50, worst in pauses if worst]
@@ -88,7 +88,7 @@ def _summary(told: list[dict[str, Any]]) -> list[str]:
     for role, name in _SUMMARY.items():
         runs = [line for line in told if (line["fault"], line["when"]) == (f"{role} killed", "decode")]
         if runs:
-            pauses = _of_decode(f"{role} killed", told)
+            pauses = _decode_pauses(f"{role} killed", told)
             sums = [str(sum(run[key] for run in runs)) for key in ("lost", "wrong_tokens")]
             times = median(p50 for p50, _ in pauses), max(worst for _, worst in pauses)
             whole = median(run["whole_s"] for run in runs)
@@ -103,7 +103,7 @@ def draw(told: list[dict[str, Any]], plot: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = {fault.name: pauses for fault in FAULTS if (pauses := _of_decode(fault.name, told))}
+    found = {fault.name: pauses for fault in FAULTS if (pauses := _decode_pauses(fault.name, told))}
     ordered = sorted(found, key=lambda name: median(p50 for p50, _ in found[name]))
     middles = [median(p50 for p50, _ in found[name]) for name in ordered]
     longest = [max(worst for _, worst in found[name]) for name in ordered]
@@ -123,7 +123,7 @@ def draw(told: list[dict[str, Any]], plot: Path) -> None:
 
 
 def _repeats(told: list[dict[str, Any]]) -> list[str]:
-    """The number of repeats of each cell, and how many cells have that number."""
+    """The repeat counts, and how many cells have each."""
     counts = Counter((line["fault"], line["when"]) for line in told)
     possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
     cells = Counter(counts[cell] for cell in possible)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.faults.pace import STEP_MS
 
 _START_S = 180
-_ROOT = Path(__file__).parents[2]  # of the checkout: no installed package has the benchmarks
+_ROOT = Path(__file__).parents[2]  # the checkout's root: no installed package has the benchmarks
 _DISK = "256m"
 # A user with namespaces can fill a disk without harm to others.
 _ON_A_DISK = ["unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size={_DISK} tmpfs "$0" && exec "$@"']
@@ -43,7 +43,7 @@ class Remote:
         self.folder = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
         fields = [f"{name}={json.dumps(value)}" for name, value in self._fields.items()]
         command = [sys.executable, "-m", "benchmarks.faults.application", self.folder, str(self._model), *fields]
-        python_path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for Ray's workers
+        python_path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for workers
         self._process = await asyncio.create_subprocess_exec(
             *([*_ON_A_DISK, self.folder] if self.has_disk else []), *command,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24,

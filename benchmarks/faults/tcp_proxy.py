@@ -45,7 +45,7 @@ class TcpProxy:
                 is_whole = is_whole and self.open.is_set()
                 if is_whole:
                     lines.put_nowait((asyncio.get_running_loop().time() + self.delay_s, data))
-        if self.open.is_set():  # else the end of it is swallowed, too
+        if self.open.is_set():  # else its end is swallowed, too
             lines.put_nowait((0.0, b""))
             await sending
         sending.cancel()

@@ -1,10 +1,10 @@
-"""Each kernel of a step against the card's ceiling: bytes moved, or operations, over time.
+"""Each kernel in a step against the card's ceiling: bytes moved, or operations, over time.
 
     python -m benchmarks.kernels --model llama-3.2-1b --rows 1 8 64 256
     python -m benchmarks.kernels --only sampling --rows 1 16 48 64 256
 
 Products read each weight once (few rows) or are bound by arithmetic (many). Everything else is bound by memory, and at
-few rows by the start of a kernel. Several launches over different data form one CUDA graph; times are medians of its
+few rows by kernel starts. Several launches over different data form one CUDA graph; times are medians over its
 replays. Attention alone is in kernels_attention.py, and the ceilings in timing.py.
 """
 
@@ -46,7 +46,7 @@ _CONTEXT = 512  # positions that a row attends to
 
 
 class Case(NamedTuple):
-    """`launches` different launches of a kernel, and the least bytes or operations of each."""
+    """`launches` different launches of a kernel, and each launch's least bytes or operations."""
 
     kernel: str
     launch: Callable[[int], object]
@@ -113,7 +113,7 @@ def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
 
 
 def sampling(spec: DecoderSpec, rows: int) -> Iterator[Case]:
-    """The end of a step. Flat logits, where top-p leaves thousands of tokens, are the worst case of filters."""
+    """A step's end. Flat logits, where top-p leaves thousands of tokens, are the filters' worst case."""
     vocab, numbers = spec.vocab_size, torch.arange(rows, device="cuda", dtype=torch.int32)
     state = torch.randint(vocab, (rows + 1, 8192 + NUM_PARAMS), device="cuda", dtype=torch.int32)
     tokens, params = state.split([8192, NUM_PARAMS], 1)

@@ -1,9 +1,9 @@
-"""Speed of the paged attention kernels against the card's ceilings, beside torch's SDPA on contiguous keys and values.
+"""The paged attention kernels' speed against the card's ceilings and torch's SDPA on contiguous keys and values.
 
     python -m benchmarks.kernels.kernels_attention --decode 1x128 256x512 --prefill 8192 2048+8192 --heads 32x8x64
 
-A decode cell is ROWSxLENGTH, a prefill cell TOKENS or TOKENS+CACHED. Each is one CUDA graph of several launches, as in
-a step; decode launches read different blocks, so that none is in the L2 cache. Medians of the replays.
+A decode cell is ROWSxLENGTH, a prefill cell TOKENS or TOKENS+CACHED. Each is one CUDA graph with several launches, as
+in a step; decode launches read different blocks, so that none is in the L2 cache. Times are medians over the replays.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int], kv_cac
 
 
 def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer:
-    """A layer's cache of normal values, or of quantized values and scales of about the same size."""
+    """A layer's cache with normal values, or with quantized values and scales of about the same size."""
     layer = KVCache(spec, num_blocks, block_size, torch.device("cuda")).layers[0]
-    for head in layer.values.flatten(0, 1):  # one by one, because copies in float32 are larger
+    for head in layer.values.flatten(0, 1):  # one by one, because float32 copies are larger
         numbers = torch.randn(head.shape, device="cuda")
         head.copy_(numbers.mul_(32).clamp_(-127, 127) if head.dtype == torch.int8 else numbers)
     if head.dtype == torch.int8:
@@ -126,7 +126,7 @@ def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer
 
 
 def prefill_flop(num_tokens: int, cached: int, heads: tuple[int, int, int]) -> int:
-    """The operations of q k^T and of the weights times v, over the pairs within a causal mask."""
+    """The operations in q k^T and in the weights times v, over the pairs within a causal mask."""
     return 4 * heads[0] * heads[2] * (num_tokens * cached + num_tokens * (num_tokens + 1) // 2)
 
 

@@ -11,7 +11,7 @@ from runtime.kernels.quantized.upcast import E2M1
 
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
        0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # fmt: skip
-_SIZES = {"fp8": 64, "int8": 74, "int4": 4.6, "uint4": 4.6, "e2m1": 2.9, "table": 0.6}  # usual size of a value
+_SIZES = {"fp8": 64, "int8": 74, "int4": 4.6, "uint4": 4.6, "e2m1": 2.9, "table": 0.6}  # a value's usual size
 
 
 class Form(NamedTuple):

@@ -1,11 +1,11 @@
-"""Time of an all-reduce between ranks, each a process with a GPU of its own.
+"""Time of an all-reduce between ranks, each a process with its own GPU.
 
     python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
-    python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
+    python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees only its own GPU
     python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and checks the totals of a million sums
     python -m benchmarks.kernels.ranks --soak 10000             # the same on two streams of one GPU
 
-Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
+Graphs of back-to-back launches add bfloat16 to a residual. Times are the slowest rank's medians over the replays.
 NCCL in such a graph is timed in the same run (--nccl).
 """
 
@@ -96,7 +96,7 @@ def over_links(size: int, sizes: list[int], num_programs: int, masked: bool, ncc
 
 
 def soak(num_gpus: int, num_replays: int) -> None:
-    """Replays of graphs of 100 sums, after random delays; AssertionError where a total is wrong."""
+    """Replay graphs with 100 sums, after random delays; AssertionError where a total is wrong."""
     from tests.support.ranks.communicator_processes import answer_of, communicator_processes
     from tests.support.ranks.gpu_ranks import make_apart, replay_in_processes, replay_on_streams
 

@@ -24,7 +24,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def graph_us(run: Callable[[], Any], warm_up: float = 0.0, times: int = 7, replays: int = 5) -> float:
-    """Return the median microseconds of a replay among several in a row, which hide the host's start of a graph.
+    """Return a replay's median microseconds among several in a row, which hide the host's start.
 
     Replays for `warm_up` seconds come first, because an idle card has low clocks."""
     stream = torch.cuda.Stream()
@@ -42,7 +42,7 @@ def graph_us(run: Callable[[], Any], warm_up: float = 0.0, times: int = 7, repla
     seen = []
     for _ in range(times):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # the start of the first is not timed
+        graph.replay()  # the first one's start is not timed
         begin.record()
         for _ in range(replays):
             graph.replay()
@@ -53,7 +53,7 @@ def graph_us(run: Callable[[], Any], warm_up: float = 0.0, times: int = 7, repla
 
 
 def graph_seconds(launch: Callable[[int], object], launches: int) -> float:
-    """Return the seconds of one of `launches` launches that a CUDA graph holds; launch(i) is the i-th."""
+    """Return a launch's seconds in a CUDA graph that holds `launches`; launch(i) is the i-th."""
     return graph_us(lambda: [launch(i) for i in range(launches)]) * 1e-6 / launches
 
 

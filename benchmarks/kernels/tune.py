@@ -1,16 +1,16 @@
-"""Finds launch configurations of an operation on a GPU, and times it against the bytes' floor.
+"""Finds an operation's launch configurations on a GPU, and times it against the bytes' floor.
 
     python -m benchmarks.kernels.tune linear --rows 1 8 16 --write       # kernels/linear/skinny_gemm_configs.py
     python -m benchmarks.kernels.tune quantized --forms int4 fp8 --rows 1 8 64 --shapes llama-3.1-8b
     python -m benchmarks.kernels.tune experts --shapes gpt-oss-120b --forms mxfp4 --rows 4 64 --rules
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune digits --shapes tiny --rows 20  # on a CPU, without times
 
-An operation is a row of a table: its shapes, its forms of weights, its candidates and its layers. All candidates are
+An operation is a table row: its shapes, its weight forms, its candidates and its layers. All candidates are
 compiled first, in processes side by side. Then each part of a layer gets each candidate in turn, among its neighbours:
-their starts and ends overlap with its own. Layers have data of their own, so that the cache holds none of it, and form
-one CUDA graph. `--rules` times the configurations of serving alone.
+their starts and ends overlap with its own. Each layer has its own data, so that the cache holds none, and all form one
+CUDA graph. `--rules` times the configurations of serving alone.
 
-Prints a JSON line for each candidate, and one for the best of each cell with the library's time. Times are microseconds
+Prints a JSON line for each candidate, and one for each cell's best with the library's time. Times are microseconds
 a layer. The floor is the time to read a layer's bytes once at the measured memory speed.
 """
 
@@ -31,12 +31,12 @@ from benchmarks.library.measure import Results, new_parser
 from runtime.kernels.triton_language import INTERPRETED
 
 OPERATIONS: dict[str, Operation] = {**PRODUCTS, "experts": EXPERTS}
-_SHARES = 16  # of a cell's candidates, which processes compile side by side
-_WORTH = 0.997  # of the best time; smaller differences are noise
+_SHARES = 16  # shares that processes compile side by side
+_WORTH = 0.997  # times the best; smaller differences are noise
 
 
 def compile_share(job: tuple[str, Cell, bool, int]) -> str:
-    """Compile one of `_SHARES` shares of a cell's candidates, without the GPU."""
+    """Compile one share of a cell's candidates, without the GPU."""
     name, cell, has_candidates, share = job
     errors = []
     with compile_only():
@@ -87,7 +87,7 @@ def tune(cell: Cell, layers: Layers, has_candidates: bool) -> Iterator[dict[str,
 
     figures: dict[str, Any]
     rule = best = timed(chosen, 0.4)
-    rounds = min(2, len(layers.parts)) if has_candidates else 0  # the best of a part depends on the others
+    rounds = min(2, len(layers.parts)) if has_candidates else 0  # a part's best depends on the others
     for part in [*layers.parts] * rounds:
         for config in layers.parts[part]:
             tried = chosen | {part: config}

@@ -77,7 +77,7 @@ class ExpertLayers:
         is_fp8 = cell.form == "fp8" and moe_fp8_w8a8.has_fp8_moe(probe)
         kind = GroupedExperts if probe is None else moe_fp8_w8a8.Fp8Experts if is_fp8 else moe_wna16.QuantizedExperts
         self._layers: list[Any] = []
-        self._dense: list[tuple[torch.Tensor, ...]] = []  # of the first layer
+        self._dense: list[tuple[torch.Tensor, ...]] = []  # the first layer's weights
         for _ in range(1 if device == "meta" else self.num_layers):
             logits = torch.randn(shape.experts, shape.hidden, device=device).to(self._dtype)
             router = Router(FusedLinear(logits, None, "silu", False))

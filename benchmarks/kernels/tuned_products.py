@@ -67,7 +67,7 @@ class Way(NamedTuple):
     forms: tuple[str, ...]
     multiply: Callable[..., torch.Tensor]  # (rows, weight, config, **epilogue)
     candidates: Callable[[str, Product, int], list[Any]]
-    cpu_dtype: torch.dtype = torch.float32  # of x under the interpreter
+    cpu_dtype: torch.dtype = torch.float32  # x's dtype under the interpreter
     rows_of: Callable[[torch.Tensor, Any], Any] = lambda x, weight: x  # x as the kernel reads it
     least_rows: int = 1
     most_rows: int = 1 << 20

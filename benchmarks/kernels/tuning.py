@@ -12,7 +12,7 @@ Choices = dict[str, Any]  # a configuration for each part; the rule's for others
 
 class Cell(NamedTuple):
     shape: str
-    form: str  # of the weights
+    form: str  # weight form
     rows: int
 
 
@@ -20,8 +20,8 @@ class Layers(Protocol):
     """Layers with data of their own, for one cell."""
 
     num_layers: int
-    num_bytes: float  # that a layer must read
-    parts: Mapping[str, list[Any]]  # candidates of each part
+    num_bytes: float  # bytes that a layer must read
+    parts: Mapping[str, list[Any]]  # each part's candidates
 
     def run(self, choices: Choices) -> None:
         """Launch all layers in a row."""
@@ -37,7 +37,7 @@ class Layers(Protocol):
 
 
 class Operation(NamedTuple):
-    make: Callable[[Cell, str], Layers]  # of a cell, on a device
+    make: Callable[[Cell, str], Layers]  # a cell's layers on a device
     shapes: Collection[str]
     defaults: list[str]  # shapes
     forms: Collection[str]

@@ -1,7 +1,7 @@
 """A random model that writes in channels, and a strict reader of its tokens.
 
-The template has the structure of gpt-oss's. The reader follows the published description of the format and shares no
-code with the runtime's parser.
+The template has the structure of gpt-oss's. The reader follows the format's published description and does not
+share code with the runtime's parser.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SIZE = 320
 
 
 def backend() -> Backend:
-    """A tokenizer of all bytes, of words that spell marks and headers, and of the marks."""
+    """A tokenizer with all bytes, words that spell marks and headers, and the marks."""
     vocab = dict(BYTE_OF_CHAR)
     for word in _WORDS.split():
         vocab.setdefault(word, len(vocab))

@@ -25,7 +25,7 @@ _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "module
 
 
 def modules_of(spec: DecoderSpec, weight_map: WeightMap = WEIGHT_MAP) -> dict[str, tuple[int, ...]]:
-    """The modules of a model that may have matrices, with their (out, in). A model of random weights uses the names of
+    """A model's modules that may have matrices, with their (out, in). A random-weight model uses the names from
     Llama and Phi."""
     return {
         weight_map.name_of(spec, f"layers.{layer}.{part}"): shape
@@ -39,8 +39,8 @@ def save_adapter(
     folder: Path,
     modules: Mapping[str, tuple[int, ...]],
     seed: int = 0,
-    ranks: Mapping[str, int] | None = None,  # of modules that have another than r
-    size: float = 1.0,  # of the adapter's output, relative to the model's own
+    ranks: Mapping[str, int] | None = None,  # for modules with another rank than r
+    size: float = 1.0,  # the adapter's output, relative to the model's own
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

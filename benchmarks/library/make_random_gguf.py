@@ -1,4 +1,4 @@
-"""Writes a GGUF file of random weights in the shape of a mixture, cut to some layers: for comparisons on a CPU.
+"""Writes a GGUF file with random weights in a mixture's shape, cut to some layers: for comparisons on a CPU.
 
     python -m benchmarks.library.make_random_gguf /tmp/mixture.gguf --layers 8
     python -m benchmarks.cpu_peers --model /tmp/mixture.gguf --cells decode batch8 prompt --threads 2
@@ -23,7 +23,7 @@ from runtime.loading.resolve import resolve
 
 _CONFIG = CONFIGS["qwen3-30b-a3b"]
 _KINDS = gguf.GGMLQuantizationType
-_SIZE = 0.02  # of a weight
+_SIZE = 0.02  # a weight's size
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter) -> int:
-    """Copy the vocabulary of the default model; return the number of its tokens."""
+    """Copy the default model's vocabulary; return its number of tokens."""
     source = GgufFile(resolve(DEFAULT_MODEL))
     names = "model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id"
     for name in names:
@@ -93,15 +93,15 @@ def _add_shape(writer: gguf.GGUFWriter, num_layers: int) -> None:
 
 
 def _q4_k(rng: np.random.Generator, *shape: int) -> tuple[Any, None, _KINDS]:
-    """Random blocks of 256 numbers: d and dmin as float16, 12 bytes of scales and minimums, 128 bytes of values."""
+    """Random 256-element blocks: d and dmin as float16, 12 bytes for scales and minimums, 128 bytes for values."""
     blocks = _random_bytes(rng, shape, 144)
-    d = _SIZE / (31.5 * 4.6)  # of a mean scale, and of the deviation of values
+    d = _SIZE / (31.5 * 4.6)  # mean scale times the values' deviation
     blocks[..., :4] = np.array([d, 7.5 * d], np.float16).view(np.uint8)
     return blocks.reshape(*shape[:-1], -1), None, _KINDS.Q4_K
 
 
 def _q6_k(rng: np.random.Generator, *shape: int) -> tuple[Any, None, _KINDS]:
-    """Random blocks of 256 numbers: 192 bytes of values, 16 scales, and d as float16."""
+    """Random 256-element blocks: 192 value bytes, 16 scales, and d as float16."""
     blocks = _random_bytes(rng, shape, 210)
     blocks[..., 208:] = np.array([_SIZE / (74 * 18.5)], np.float16).view(np.uint8)
     return blocks.reshape(*shape[:-1], -1), None, _KINDS.Q6_K

@@ -1,4 +1,4 @@
-"""Writes a model folder of random weights in a published shape, in the files that a server of that model loads.
+"""Writes a model folder with random weights in a published shape, in the files that a server loads.
 
     python -m benchmarks.library.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
 
@@ -40,7 +40,7 @@ def write_folder(
     folder: Path,
     config: dict[str, Any],
     read: Callable[[str], torch.Tensor],
-    generator: torch.Generator | None = None,  # of quantized weights
+    generator: torch.Generator | None = None,  # draws quantized weights
 ) -> None:
     """A model folder with an invented tokenizer; `read` gives a parameter by its name in the config's DecoderSpec."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_folder(
 
 
 def _write_weights(folder: Path, files: list[FileTensor]) -> None:
-    """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
+    """Write the model's tensors in shards up to 4 GiB, and their index; two shards are written at a time."""
     shards: list[list[FileTensor]] = [[]]
     size = 0
     for tensor in files:

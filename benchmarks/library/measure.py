@@ -60,9 +60,9 @@ class Run:
 
     first: float  # until every request had its first token
     total: float
-    num_tokens: int  # of output
-    num_decoded: int  # of those, the ones after `first`
-    step_ends: tuple[float, ...]  # of the steps after `first`
+    num_tokens: int  # output tokens
+    num_decoded: int  # output tokens after `first`
+    step_ends: tuple[float, ...]  # ends of the steps after `first`
 
     @property
     def decode_rate(self) -> float:
@@ -76,7 +76,7 @@ class Run:
 
 
 class Engine:
-    """An engine core and a runner of random weights, or ranks in processes of their own. Runs batches of fresh random
+    """An engine core and a runner with random weights, or ranks in their own processes. Runs batches with fresh random
     prompts, with EOS off, and greedy unless `sampling` is set."""
 
     def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:

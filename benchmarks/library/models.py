@@ -23,7 +23,7 @@ def _cut(config: dict[str, Any]) -> dict[str, Any]:
 _CUT = "gpt-oss-20b", "qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite"
 CONFIGS: dict[str, dict[str, Any]] = {
     **PUBLISHED,
-    # With dense experts, for other forms of quantization
+    # Dense experts, for other quantization formats
     **{f"{name}-bf16": _dense(PUBLISHED[name]) for name in ("gpt-oss-20b", "gpt-oss-120b")},
     **{f"{name}-cut": _cut(PUBLISHED[name]) for name in _CUT},
     "lfm2-135m": {  # SmolLM2-135M's size; two layers of five have attention

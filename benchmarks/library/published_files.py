@@ -1,4 +1,4 @@
-"""The tensors that the published files of a model have, to write files of random weights."""
+"""The tensors that a model's published files have, to write files with random weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runtime.models import load_spec
 from runtime.models.weight_map import WeightMap
 
 Read = Callable[[str], torch.Tensor]  # a parameter by its name in the config's DecoderSpec
-_BLOCK = 32  # numbers of mxfp4 that share an exponent
-_LENGTH = 2.926  # root of the mean square of the numbers of e2m1
-_BIAS = 127  # of an exponent
+_BLOCK = 32  # mxfp4 elements that share an exponent
+_LENGTH = 2.926  # root mean square of the e2m1 values
+_BIAS = 127  # an exponent's bias
 
 
 class FileTensor(NamedTuple):
@@ -53,15 +53,15 @@ def _stacked_experts(
     read: Read,
     generator: torch.Generator | None,
 ) -> Iterator[FileTensor]:
-    """The tensors of all experts of a layer, as runtime/loading/stacked_experts.py reads them."""
+    """The tensors with all a layer's experts, as runtime/loading/stacked_experts.py reads them."""
     assert spec.experts is not None
     experts, hidden, ffn = range(spec.experts.num_experts), spec.hidden_size, spec.ffn.size
     prefix = weight_map.names["up"].format(layer, 0).partition(".experts.")[0] + ".experts."
     for stem, maps, rows, columns in (("gate_up", ("gate", "up"), 2 * ffn, hidden), ("down", ("down",), hidden, ffn)):
 
         def stacked(kind: str, maps: tuple[str, ...] = maps) -> torch.Tensor:
-            of_expert = ([read(f"layers.{layer}.experts.{e}.{name}.{kind}") for name in maps] for e in experts)
-            return torch.stack([torch.stack(parts, 1).flatten(0, 1) for parts in of_expert])  # rows in turn
+            expert_maps = ([read(f"layers.{layer}.experts.{e}.{name}.{kind}") for name in maps] for e in experts)
+            return torch.stack([torch.stack(parts, 1).flatten(0, 1) for parts in expert_maps])  # rows in turn
 
         name, count = f"{prefix}{stem}_proj", len(experts)
         yield _dense(f"{name}_bias", (count, rows), dtype, lambda own=stacked: own("bias"))

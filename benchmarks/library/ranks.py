@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group without Ray: a process each, with a GPU of its own if there are any."""
+"""A tensor-parallel group's ranks without Ray: a process each, with its own GPU if there are any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.base.config import EngineConfig, ModelInfo
 from runtime.base.shard import Shard
 from runtime.worker.sources import DummySource
 
-_PHASE_S = 300.0  # at most, for an answer of all ranks
+_PHASE_S = 300.0  # limit for all ranks' answer
 
 
 class RankGroupProcesses:

@@ -35,11 +35,11 @@ PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
 RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s",))
 ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us",))
-_MOST_BARS = 64  # of a plot; longer tables lack one
+_MOST_BARS = 64  # bars in a plot; longer tables lack one
 
 
 class Row(NamedTuple):
-    """Cells of a table, and of its plot the label, the value, and the peer's."""
+    """A table row's cells, and for its plot the label, the value, and the peer's."""
 
     cells: list[str]
     label: str
@@ -56,7 +56,7 @@ class Subject:
     keys: tuple[str, ...]
     head: str
     unit: str
-    row: Callable[[Line], Row | None]  # None for lines of other tables
+    row: Callable[[Line], Row | None]  # None for other tables' lines
 
 
 def number(value: float | None) -> str:
@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="of lines that were measured outside of a git checkout")
     args = parser.parse_args()
     texts = [text for file in args.files if file.name != "peer.jsonl" for text in file.read_text().splitlines()]
-    lines = [line for text in texts if "benchmark" in (line := json.loads(text))]  # others are of single kernels
+    lines = [line for text in texts if "benchmark" in (line := json.loads(text))]  # others describe single kernels
     for line in lines:
         if line["versions"]["commit"] == "unknown":
             line["versions"]["commit"] = args.commit
@@ -355,8 +355,8 @@ def main() -> None:
         "deliver the weights.\n"
     ]
     for name, subject in SUBJECTS.items():
-        of_subject = [line for line in lines if line["benchmark"] in subject.benchmarks]
-        latest = {tuple(str(line.get(key)) for key in subject.keys): line for line in of_subject}
+        subject_lines = [line for line in lines if line["benchmark"] in subject.benchmarks]
+        latest = {tuple(str(line.get(key)) for key in subject.keys): line for line in subject_lines}
         groups = list(dict.fromkeys(key[:2] for key in latest))  # equal subjects are next to each other
         ordered = sorted(latest, key=lambda key: groups.index(key[:2]))
         shown = [(row, latest[key]) for key in ordered if (row := subject.row(latest[key])) is not None]

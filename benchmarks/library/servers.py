@@ -52,7 +52,7 @@ def server(
 
 @contextlib.contextmanager
 def served(model: str, flags: list[str]) -> Iterator[str]:
-    """The URL of a `callboard serve` of this model, while the context lasts."""
+    """The URL of a `callboard serve` with this model, while the context lasts."""
     port = quiet_port()
     command = [sys.executable, "-m", "serve_app.cli", "serve", model, "--port", str(port), *flags]
     with server(command, port):

@@ -8,9 +8,9 @@
 
 Prompts are random token ids to /v1/completions, greedy unless `--sampling` names fields, EOS ignored. Time to first
 token (TTFT) runs from the request's first byte to its first event. Inter-token latency (ITL) runs from one event to the
-next of the same request. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where
-a rate is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are
-invented ids of the same length as the model's, so only text that the client knows can be shared.
+request's next. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where
+a rate is named, and the same in every run. A session's turns continue all earlier ones. The answers in between are
+invented ids in the model's number, so only text that the client knows can be shared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, play
 
-_IDS = (1000, 30000)  # in every measured model's vocabulary
+_IDS = (1000, 30000)  # every measured model's vocabulary has them
 
 
 class Draw:
@@ -60,7 +60,7 @@ class Draw:
         others: tuple[int, int] | None = None,
     ) -> list[Session]:  # fmt: skip
         """`count` single requests, `rate` a second or all at once. Their prompts begin with `shared` tokens in common;
-        a quarter of them have lengths of `others`."""
+        a quarter have lengths from `others`."""
         starts = np.cumsum(self._rng.exponential(1 / rate, count)) if rate else np.zeros(count)
         prefix = self.ids(shared, shared)
         kinds = [others if others and self._rng.random() < 0.25 else inputs for _ in range(count)]
@@ -140,7 +140,7 @@ def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, 
 
 
 def figures_of(sessions: list[Session]) -> dict[str, float]:
-    """The figures of one run of a workload; raises RuntimeError if tokens are missing."""
+    """The figures from one workload run; raises RuntimeError if tokens are missing."""
     turns = [turn for session in sessions for turn in session.turns]
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:

@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tools and JSON": {"tools": TOOLS, "response_format": {"type": "json_object"}},
     "regex": {"structured_outputs": {"regex": "[a-f]{2,9}|<\\|end\\|>"}},
 }
-LIMITS = (12, 60, 300, 300)  # max_tokens of answers, in turns
+LIMITS = (12, 60, 300, 300)  # the answers' max_tokens, in turns
 
 
 def main() -> None:

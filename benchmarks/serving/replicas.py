@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving.replicas --serve /tmp/llama-3.1-8b --replicas 4 --rates 8 12 16 --seconds 60
 
-Conversations of the simulator's generators (traces.py) start at each rate, for each policy with a server of its own. A
+Conversations from the simulator's generators (traces.py) start at each rate, for each policy with its own server. A
 first token within a second is in time. `late` is the share of requests without one, and `output_tok_s_in_time` counts
 the others' tokens. The first third of the seconds fills the caches and is not counted. An answer is in the next prompt
-as invented ids of the same length, so only text that clients sent can be shared.
+as invented ids with the same length, so only text that clients sent can be shared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.simulate.scenarios import MOST_TTFT_S
 from benchmarks.simulate.traces import GENERATED, Conversation, Part
 from serve_app.bench.client import Client, Turn
 
-_FIRST_ID, _NUM_IDS = 1000, 29_000  # in every measured model's vocabulary
+_FIRST_ID, _NUM_IDS = 1000, 29_000  # every measured model's vocabulary has them
 
 
 def ids_of(part: Part) -> list[int]:

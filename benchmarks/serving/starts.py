@@ -1,5 +1,5 @@
-"""Starts of `callboard serve`, from the command to the first token: the end of each phase, and the work of each
-process.
+"""Starts of `callboard serve`, from the command to the first token: each phase's end, and each process's
+work.
 
     python -m benchmarks.serving.starts --table                                # one start, by phase and by process
     python -m benchmarks.serving.starts --count 100 --side-by-side 2           # do all of them become ready?
@@ -7,8 +7,8 @@ process.
     python -m benchmarks.serving.starts --model /tmp/8b --count 3 --table      # compile cache of the one before
     python -m benchmarks.serving.starts --model /tmp/8b --compile-cache cold   # TRITON_CACHE_DIR is an empty folder
 
-A JSON line a start. `phases` are the seconds at which the console reported them, by the clock of the server. `ready_s`
-and `first_token_s` run from the command, by this program's clock. `cpu_s` is the time of all its processes until they
+A JSON line a start. `phases` are the seconds at which the console reported them, by the server's clock. `ready_s`
+and `first_token_s` run from the command, by this program's clock. `cpu_s` is its processes' time until they
 were ready. Files are read once before, so that the page cache is warm. `--set max-num-seqs=64` passes flags on.
 """
 
@@ -127,14 +127,14 @@ def _first_token(port: int) -> None:
 
 
 def _processes(root: int) -> list[tuple[float, float, str]]:
-    """(seconds from the root's start to its own, seconds of CPU, command) of a process and all its descendants."""
+    """(seconds from the root's start to its own, CPU seconds, command) for a process and all its descendants."""
     stats = {}
     for pid in tree_of(root):
         path = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError):  # it has ended since
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            cpu = sum(map(int, fields[11:15]))  # with its ended children's
+            cpu = sum(map(int, fields[11:15]))  # includes its ended children's
             stats[pid] = int(fields[19]) * _TICK_S, cpu * _TICK_S, command.strip()
     return sorted((start - stats[root][0], cpu, command) for start, cpu, command in stats.values())
 

@@ -1,12 +1,12 @@
-"""The step channel's round trip, and the cost of a step for the engine's thread.
+"""The step channel's round trip, and a step's cost for the engine's thread.
 
     python -m benchmarks.serving.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
-the time of its thread alone; "engine core" adds the scheduler: schedule, submit, collect, commit of a whole batch. With
---device-us the runner has a device that computes one step after another, each in that time. Any longer time of a step
-is time in which the device lacked a plan. At depth 2 a new step is submitted before the oldest is collected. The time
+its thread's time alone; "engine core" adds the scheduler: schedule, submit, collect, commit for a whole batch. With
+--device-us the runner has a device that computes one step after another, each in that time. If a step takes longer,
+the device lacked a plan. At depth 2 a new step is submitted before the oldest is collected. The time
 between results is then more relevant than a round trip, and both are shown. The runner is another process, except for
 "in process".
 """
@@ -145,7 +145,7 @@ def main() -> None:
         "unix": lambda: sockets(args.ranks, "", device_s),
         "tcp": lambda: sockets(args.ranks, "127.0.0.1", device_s),
     }
-    sys.setswitchinterval(0.0005)  # as the engine does
+    sys.setswitchinterval(0.0005)  # the engine does so
     print(f"{args.ranks} rank(s), {args.steps} steps a case, us")
     print("                          channel alone                       engine core")
     print("kind        batch depth   trip p50   trip p99   step   cpu     step   cpu")

@@ -1,17 +1,17 @@
-"""Updates of weights through an application, as a trainer sees them: the pause, and the longest gap of streams.
+"""Weight updates through an application, as a trainer sees them: the pause, and the streams' longest gap.
 
     python -m benchmarks.serving.updates MODEL                     # a folder of make_random_model; on a GPU by IPC
     python -m benchmarks.serving.updates MODEL --ways ipc nccl     # the second needs two GPUs
     python -m benchmarks.serving.updates --ways objects            # the default model on a CPU
 
-The trainer is this process, with RolloutClient. While STREAMS requests decode, it sends all tensors of the model again.
+The trainer is this process, with RolloutClient. While STREAMS requests decode, it sends all the model's tensors again.
 
     objects           Ray's object store
-    ipc, ipc-packed   CUDA IPC handles, on the engine's GPU; of each tensor, or of buffers of 1 GiB
-    nccl              broadcasts of 1 GiB, from the next GPU
+    ipc, ipc-packed   CUDA IPC handles, on the engine's GPU; one for each tensor, or for each 1 GiB buffer
+    nccl              1 GiB broadcasts, from the next GPU
 
-One row an update. `total_s` is from `pause` to the end of `resume` (mode keep); without a pause, of the update alone.
-`start_s`, `send_s` and `finish_s` are its calls. Three fields have the longest time between two tokens of a stream:
+One row an update. `total_s` is from `pause` to the end of `resume` (mode keep); without a pause, only the update.
+`start_s`, `send_s` and `finish_s` are its calls. Three fields have the longest time between a stream's two tokens:
 
     longest_gap_s   around the update
     usual_gap_s     before it
@@ -49,7 +49,7 @@ from runtime.loading.resolve import resolve
 from runtime.updates.sending import NcclSender, ipc_update_info, ipc_update_infos, nccl_update_info
 
 APP = "callboard"
-SETTLE_S = 0.5  # of decoding before an update and after it
+SETTLE_S = 0.5  # decoding time before an update and after it
 
 
 class Streams:

@@ -1,5 +1,5 @@
-"""Many engines on a virtual clock: the real scheduler, block pool, prefix cache, router and scaling policy. The times
-of steps were measured on one H200 (step_times.py). All figures are simulated.
+"""Many engines on a virtual clock: the real scheduler, block pool, prefix cache, router and scaling policy. Step
+times were measured on one H200 (step_times.py). All figures are simulated.
 
     python -m benchmarks.simulate capacity                # 8 engines near capacity, by policy of routing
     python -m benchmarks.simulate engines                 # 1,000 engines for 10 minutes at 2,000 requests a second

@@ -28,8 +28,8 @@ from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
 
 DEATH_S = 0.05  # until fronts notice that an engine died
-DRAIN_S = 1.0  # until streams leave an engine that drains
-LOOK_S = 1.0  # between two decisions of the scaling policy
+DRAIN_S = 1.0  # time until streams leave an engine that drains
+LOOK_S = 1.0  # time between two decisions of the scaling policy
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Cluster:
         self.shape, self.scaling = shape, scaling
         self.config, self.info = shape.config(), shape.info()
         self._kind = (self.info.fingerprint, self.info.block_size)
-        # of the parts with which conversations begin
+        # hashes of the parts that begin conversations
         self._shared_hashes: dict[tuple[str, int | None], list[bytes]] = {}
         self.now = 0.0
         self.engines: dict[str, SimulatedEngine] = {}
         self.totals = Totals()
-        self.scale = [(0.0, shape.num_engines)]  # (time, number of engines) of each decision
+        self.scale = [(0.0, shape.num_engines)]  # each decision's (time, number of engines)
         self._foresight: Foresight | None = None
         if shape.policy == "oracle":
             self.fronts: Fronts = Oracle(self.engines)

@@ -34,7 +34,7 @@ from runtime.policy.step_pacing import StepPacing
 
 EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17
-GAP_S = 1e-5  # resolution of the times between tokens
+GAP_S = 1e-5  # resolution of gaps between tokens
 _LEAST_STEPS = 3  # smaller numbers are planned one by one
 _WORDS = np.full(1 << 20, WORD, np.int32)
 
@@ -46,7 +46,7 @@ def _params(max_tokens: int) -> SamplingParams:
 
 @dataclass(slots=True)
 class Gaps:
-    """Times between the tokens of a request, of all requests: how often each was seen, in units of GAP_S."""
+    """Times between tokens in a request, over all requests: how often each was seen, in units of GAP_S."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
@@ -65,7 +65,7 @@ class Stretch:
     """Steps that only decode `num_rows` rows. They go on for `num_steps` unless a request arrives."""
 
     begin: float
-    first_s: float  # time of the first step
+    first_s: float  # the first step's time
     more_s: float  # the difference between each step and the one before
     num_rows: int
     num_steps: int
@@ -105,13 +105,13 @@ class SimulatedEngine:
         )
         self._on_end, self.gaps, self._merge = on_end, gaps, merge
         self._depth, self._late = config.pipeline_depth, config.late_planning
-        self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
+        self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time per step
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
-        self._ends = [0] * self.scheduler.max_num_seqs  # by slot: the number of tokens with which its request ends
+        self._ends = [0] * self.scheduler.max_num_seqs  # the number of tokens with which its request ends, by slot
         self.num_steps = 0
         self.feed = CacheFeed(self.scheduler)
-        self.last_streams: list[int] = []  # by front: the last stream from it
+        self.last_streams: list[int] = []  # last stream from each front
         self.told_at = -inf  # when the fronts got the cache and the load; inf if their next report is scheduled
         self.watched_at = -inf  # the last `next_at` that the simulation recorded
         self.busy_at = begin  # when an answer ended
@@ -119,7 +119,7 @@ class SimulatedEngine:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def is_full(self, num_tokens: int) -> bool:
-        """True if a prompt of `num_tokens` tokens is beyond the limits of the queue (actors/engine/loop.py)."""
+        """True if a prompt with `num_tokens` tokens is beyond the queue's limits (actors/engine/loop.py)."""
         config, waiting = self.scheduler.config, self.scheduler.waiting
         too_long = waiting.num_tokens + num_tokens > config.max_queued_tokens
         return len(waiting) >= config.max_queued_requests or (len(waiting) > 0 and too_long)
@@ -131,7 +131,7 @@ class SimulatedEngine:
         self._interrupt(now)
         if self._in_flight:
             self._plan(merge=False)  # the step after the running one may be planned already, without this request
-        tokens: Any = token_ids  # an array in place of a list, because prompts are long
+        tokens: Any = token_ids  # an array, not a list, because prompts are long
         request = Request(str(job.number), tokens, job.prompt_len, _params(job.max_tokens), cache_salt=job.salt)
         self.scheduler.add(request, job, block_hashes)
         self.advance(now)
@@ -188,7 +188,7 @@ class SimulatedEngine:
         scheduler = self.scheduler
         while self._stretch is None and scheduler.requests and len(self._in_flight) < self._depth:
             if merge and self._only_decodes() and (self._in_flight or self._begin_stretch()):
-                break  # with a step in flight, the stretch begins at its end
+                break  # the stretch begins at the end of a step in flight
             if self._late and (delay_s := scheduler.planning_delay_s()) > 0:
                 return self.now + delay_s
             if not self._submit(max(self._free_at, self.now + self.times.launch_us / 1e6)):
@@ -250,8 +250,7 @@ class SimulatedEngine:
         self._stretch = None
 
     def _submit_stretch(self, num_steps: int) -> None:
-        """Plan `num_steps` steps of the stretch at once, at the time at which the last of them would have been
-        planned."""
+        """Plan `num_steps` steps of the stretch at once, at the time at which the last one would have been planned."""
         stretch, self._stretch = self._stretch, None
         assert stretch is not None
         self.now = stretch.end(num_steps - 1)
@@ -266,7 +265,7 @@ class SimulatedEngine:
     def _commit(self) -> None:
         end, plan, step_s = self._in_flight.popleft()
         self.num_steps += plan.num_steps
-        # Plans are of a few rows: lists are faster than arrays here.
+        # Plans have few rows: lists are faster than arrays here.
         rows = zip(plan.slots.tolist(), plan.ends.tolist(), plan.num_samples.tolist(), strict=True)
         ends = [last + plan.num_steps >= self._ends[slot] for slot, last, num_samples in rows if num_samples]
         token_ids = _WORDS[: len(ends) * plan.num_steps].copy()

@@ -25,7 +25,7 @@ class _WantedLast(BranchOrder):
 
     def __init__(self, next_use: Callable[[int], float]) -> None:
         self._next_use = next_use
-        # Negative time of its next use, time of its release, block; the last entry goes next.
+        # Negative next use time, release time, block; the last entry is evicted next.
         self._going: list[tuple[float, int, int]] = []
 
     def add(self, blocks: list[int], table: list[int]) -> None:
@@ -46,12 +46,12 @@ class _WantedLast(BranchOrder):
 
 
 class Foresight:
-    """The times of the next use of blocks. `clock` is the simulation's."""
+    """When blocks are used next. `clock` is the simulation's."""
 
     def __init__(self, conversations: Iterable[Conversation], clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._users: dict[bytes, int | Conversation] = {}  # of a block: the key of a shared part, or a conversation
-        self._starts: dict[int, list[float]] = {}  # of conversations that begin with a shared part
+        self._users: dict[bytes, int | Conversation] = {}  # a block's user: a shared part's key, or a conversation
+        self._starts: dict[int, list[float]] = {}  # starts of conversations that begin with a shared part
         self._turns: dict[int, list[float]] = {}  # heaps: the times at which these go on
         self._next: dict[int, float] = {}  # the time at which a conversation goes on, by its identity
         for conversation in conversations:

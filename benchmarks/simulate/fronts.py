@@ -17,8 +17,8 @@ from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
 
 Policy = RoutingPolicy | Literal["foresight", "oracle"]
-FRAME_S = 0.02  # between two reports of an engine
-LAG_S = 0.0005  # from an engine's frame to the picture that the front has of it
+FRAME_S = 0.02  # time between an engine's two reports
+LAG_S = 0.0005  # lag from an engine's frame to the front's picture
 
 
 class Fronts:

@@ -1,10 +1,10 @@
 """One simulated engine against a server that was measured: the same requests at the same times.
 
 The figures are the 3B's over HTTP on one H200: output tok/s, TTFT p50 and p99, ITL p50 and p99 in milliseconds. A
-figure that was not recorded is None. They are of 2026-11-22 (benchmarks/NOTES.md, the engine's present steps, pacing
-and late planning) and of the quiet host. Workloads that were not measured there come from another host. Hosts differ:
+figure that was not recorded is None. They come from 2026-11-22 (benchmarks/NOTES.md, the engine's present steps, pacing
+and late planning) and the quiet host. Workloads that were not measured there come from another host. Hosts differ:
 where "steady" took its 8.7 ms, "shared-prefix" took 8.9, and 8.15 on the quiet host. The throughput of "steady", which
-its arrivals set, is of the day before: of the first of two draws (benchmarks/results/serving.jsonl).
+its arrivals set, comes from the day before: the first of two draws (benchmarks/results/serving.jsonl).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Replay(Conversation):
 
 
 def replays(sessions: list[Session], begin: float) -> Iterator[Conversation]:
-    """All of them, in the order of their starts."""
+    """All sessions, ordered by start."""
     return iter(sorted((Replay(session, begin) for session in sessions), key=lambda replay: replay.start))
 
 
 def compare(workload: str, merge: bool) -> dict[str, Any]:
     """The simulated figures of a workload, those measured, and by how much they differ."""
     cluster = Cluster(Shape(MODELS["llama-3.2-3b"], 1, 40_000, num_fronts=1, merge=merge))
-    play(cluster, replays(Draw(1 << 20).requests(64, (64, 512), (16, 64)), 0.0))  # as the client warms a server up
+    play(cluster, replays(Draw(1 << 20).requests(64, (64, 512), (16, 64)), 0.0))  # the client warms a server up so
     (repeats, measured), runs = MEASURED[workload], []
     for seed in range(repeats):
         begin = cluster.now + 1.0

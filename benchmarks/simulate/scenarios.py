@@ -20,7 +20,7 @@ MOST_TTFT_S = 1.0
 
 
 def play(cluster: Cluster, conversations: Iterable[Conversation], until: float = float("inf")) -> float:
-    """Run a simulation; returns the seconds of CPU that it took. Millions of small objects that stay alive would cost
+    """Run a simulation; returns the CPU seconds that it took. Millions of small live objects would cost
     the garbage collector a third of the time, and cycles do not occur."""
     gc.collect()
     gc.disable()
@@ -57,7 +57,7 @@ def figures(cluster: Cluster, begin: float = 0.0, end: float | None = None) -> d
 def near_capacity(
     workload: str, policy: Policy, rate: float, seconds: float, seed: int = 0, num_engines: int = 8
 ) -> dict[str, Any]:
-    """Engines at one rate of conversations: the last two thirds of `seconds` seconds. `late` is the share of those
+    """Engines at one conversation rate: the last two thirds of `seconds` seconds. `late` is the share of these
     requests with a first token after MOST_TTFT_S."""
     cluster = Cluster(Shape(MODELS["llama-3.1-8b"], num_engines, 20_000, policy=policy))
     cpu_s = play(cluster, GENERATED[workload].generate([(seconds, rate)], seed), seconds)

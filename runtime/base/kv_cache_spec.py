@@ -1,10 +1,10 @@
 """KVCacheSpec: the layout of a model's KV cache as plain data; memory plan, allocation and block tables derive from it.
 
-Layers with keys and values of one shape and one lifetime are a group. Every group has block tables of its own. All
-groups draw from one pool. A block holds `block_size` tokens of one group's layers, and has the bytes that the largest
+Layers with the same shape and lifetime of keys and values are a group. Every group has its own block tables. All
+groups draw from one pool. A block holds `block_size` tokens for one group's layers, and has the bytes that the largest
 group needs.
 
-Layers without attention have a state of fixed size for each request in place of keys and values.
+Layers without attention have a fixed-size state for each request in place of keys and values.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-# EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
+# EngineConfig.kv_cache_dtype, but for auto and none -> a group's (dtype, scale_dtype).
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
-CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
+CHUNK = 64  # prompt tokens that a layer with a state computes at once, from a multiple of CHUNK on
 MOST_GROUPS = 8  # each has a table for every request
 _MOST_OF_SHAPES = 16  # likewise, with layers of several shapes; Gemma 4 31B needs 11
 _MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
@@ -32,8 +32,8 @@ class KVGroupSpec:
     layers: tuple[int, ...]  # their numbers in the model, rising
     num_kv_heads: int
     head_dim: int
-    dtype: str  # of the stored values, a key of DTYPE_BYTES
-    scale_dtype: str | None = None  # of a scale per token and head of K and of V; None without scales
+    dtype: str  # the stored values' type, a key in DTYPE_BYTES
+    scale_dtype: str | None = None  # type of the scales per token and head, for K and V; None without scales
     # Positions that a token attends to, itself included; None for all. Older positions are not kept.
     window: int | None = None
     vectors: int = 2  # stored for a token and head: k and v; 1 for a latent, which is both
@@ -73,12 +73,12 @@ class StateGroupSpec:
     """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
-    channels: int  # of the convolution; its last inputs are kept
-    dtype: str  # of these inputs, a key of DTYPE_BYTES
-    heads: int = 0  # of the gated delta rule; 0 for layers that are only a convolution
-    key_dim: int = 0  # rows of a head's state
-    value_dim: int = 0  # columns of a head's state
-    chunk: int = CHUNK  # tokens of a prompt that are computed at once; snapshots are at its multiples
+    channels: int  # convolution channels; their last inputs are kept
+    dtype: str  # type of these inputs, a key in DTYPE_BYTES
+    heads: int = 0  # heads in the gated delta rule; 0 for layers that are only a convolution
+    key_dim: int = 0  # rows in a head's state
+    value_dim: int = 0  # columns in a head's state
+    chunk: int = CHUNK  # prompt tokens that are computed at once; snapshots are at its multiples
 
     @property
     def bytes_per_state(self) -> int:
@@ -94,16 +94,16 @@ class StateGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The groups of a model's KV cache, in the order of the block tables."""
+    """The groups in a model's KV cache, in the block tables' order."""
 
     groups: tuple[KVGroupSpec, ...]
     states: StateGroupSpec | None = None  # the layers without attention
-    # The layer that stores the keys and values of each layer; () if each stores its own.
+    # The layer that stores each layer's keys and values; () if each stores its own.
     sources: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
-        """All layers: of the groups, with states, and with the keys and values of another layer."""
+        """All layers: in groups, with states, and with another layer's keys and values."""
         if self.sources:
             return len(self.sources)
         num_states = 0 if self.states is None else len(self.states.layers)
@@ -121,9 +121,9 @@ class KVCacheSpec:
 
     @property
     def rows_per_token(self) -> tuple[int, ...]:
-        """For each group, the keys and values of one head that a token's share of a block holds; mixed groups only.
+        """For each group, one head's keys and values that a token's share of a block holds; mixed groups only.
 
-        The share has whole rows of every group."""
+        The share has whole rows for every group."""
         unit = lcm(*(group.row_bytes for group in self.groups))
         largest = max(2 * len(group.layers) * group.num_kv_heads * group.row_bytes for group in self.groups)
         size = -(-largest // unit) * unit
@@ -135,11 +135,11 @@ class KVCacheSpec:
         return any(group.window is not None for group in self.groups)
 
     def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds, of all groups (KVGroupSpec.most_blocks)."""
+        """Return the most blocks that a request with `num_tokens` holds in all groups (KVGroupSpec.most_blocks)."""
         return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in self.groups)
 
     def most_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
-        """Return the tokens of the longest request that `num_blocks` blocks hold, a multiple of `block_size`.
+        """Return the tokens in the longest request that `num_blocks` blocks hold, a multiple of `block_size`.
 
         No request is longer than one that all blocks hold in one group."""
         sizes = range(1, max(0, num_blocks) + 1)
@@ -148,16 +148,16 @@ class KVCacheSpec:
         )
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block of the pool, which any group may hold."""
+        """Bytes of one block in the pool, which any group may hold."""
         if not self.is_mixed:
             return max(group.bytes_per_block(block_size) for group in self.groups)
         first, rows = self.groups[0], self.rows_per_token
-        # Each row count has scales of its own: two for a key, and the places of a value's are not used.
+        # Each row count has its own scales: two for a key, and a value's places are not used.
         scales = 0 if first.scale_dtype is None else 2 * DTYPE_BYTES[first.scale_dtype] * sum(set(rows))
         return block_size * (rows[0] * first.row_bytes + scales)
 
     def total_bytes(self, num_blocks: int, block_size: int) -> int:
-        """Bytes of a pool of `num_blocks` blocks."""
+        """Bytes of a pool with `num_blocks` blocks."""
         return num_blocks * self.bytes_per_block(block_size)
 
     def place_of(self, layer: int) -> tuple[int, int]:
@@ -194,9 +194,9 @@ def window_groups(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSp
     one = replace(parts[0], layers=layers, window=None)
     if not limited or not best or tokens(best) > _LEAST_GAIN * len(layers) * longest:
         return (one,)
-    of_full, of_limited = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
-    without = [replace(one, layers=part) for part in of_full]
-    return (*without, *(replace(one, layers=part, window=window) for part in of_limited))
+    full_parts, limited_parts = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
+    without = [replace(one, layers=part) for part in full_parts]
+    return (*without, *(replace(one, layers=part, window=window) for part in limited_parts))
 
 
 def groups_of_shapes(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:

@@ -1,4 +1,4 @@
-"""Values of Python callers as plain ones, checked before a message holds them.
+"""Python callers' values as plain ones, checked before a message holds them.
 
 Integers of `numpy` and `torch` are integers, and so are their arrays without a dimension. No import of either is
 needed: they have `ndim` and `dtype`. All functions raise CallboardError, which names the field and the value.
@@ -19,7 +19,7 @@ INT64 = -(1 << 63), (1 << 63) - 1
 def _fault(value: Any, field: str, needed: str) -> CallboardError:
     try:
         shown = repr(value)
-    except Exception:  # of the caller's class, or of an integer with thousands of digits
+    except Exception:  # raised by the caller's class, or for an integer with thousands of digits
         shown = type(value).__name__
     return CallboardError(f"{field} is {shown[:60]}; it must be {needed}.")
 
@@ -53,7 +53,7 @@ def integer(value: Any, field: str, low: int = INT64[0], high: int = INT64[1]) -
 
 
 def integers(values: Any, field: str) -> list[int]:
-    """Return the integers of an iterable, or of an array with one dimension."""
+    """Return the integers in an iterable, or in an array with one dimension."""
     found = _items(values.tolist() if hasattr(values, "tolist") else values, field, "a list of integers")
     if set(map(type, found)) <= {int} and (not found or (INT64[0] <= min(found) and max(found) <= INT64[1])):
         return found
@@ -111,11 +111,11 @@ def biases(value: Any, field: str) -> tuple[tuple[int, float], ...]:
             raise _fault(pair, f"{field}[{i}]", "a pair of a token id and a bias")
         found.append((integer(token, f"The token id of {field}[{i}]"), number(rest[0], f"{field}[{i}][1]")))
     is_plain = type(value) is tuple and all(tuple(map(type, pair)) == (int, float) for pair in value)
-    return value if is_plain else tuple(found)  # choices of a request share one object
+    return value if is_plain else tuple(found)  # a request's choices share one object
 
 
 def _items(value: Any, field: str, needed: str) -> list[Any]:
-    """Return the items of an iterable. A set serves only an option of ids, since their order is free."""
+    """Return an iterable's items. A set serves only as an option of ids, since their order is free."""
     is_set = isinstance(value, Set) and not field.endswith("_ids")
     if is_set or isinstance(value, str | bytes | Mapping):
         raise _fault(value, field, needed)
@@ -126,7 +126,7 @@ def _items(value: Any, field: str, needed: str) -> list[Any]:
     return list(items)
 
 
-# Annotation of a field -> types without a change, and the function for other values.
+# A field's annotation -> types without a change, and the function for other values.
 READERS: dict[str, tuple[frozenset[type], Callable[[Any, str], Any]]] = {
     "int": (frozenset({int}), integer),
     "int | None": (frozenset({int, type(None)}), integer),

@@ -10,17 +10,17 @@ from typing import Literal
 
 from runtime.base.types import CallboardError, SamplingParams
 
-POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)  # of each request for a vector
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)  # each vector request's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The source of a model's vectors: hidden states after the final norm, of the last token or the mean of all."""
+    """The source of a model's vectors: the last token's hidden state after the final norm, or the mean."""
 
     kind: Literal["last", "mean"]
     normalized: bool = False  # fronts divide a vector by its length
-    cuts_dimensions: bool = False  # the model is trained so that the first n numbers of a vector are a vector, too
-    num_labels: int = 0  # scores of a classifier of the hidden state; 0 if the vector is the hidden state
+    cuts_dimensions: bool = False  # the model is trained so that a vector's first n elements are a vector, too
+    num_labels: int = 0  # a classifier's scores; 0 if the vector is the hidden state
     pairs: Literal["plain", "qwen3"] = "plain"  # how a classifier reads a query and a document (output/score_prompt.py)
 
     @property

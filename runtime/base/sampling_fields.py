@@ -1,6 +1,6 @@
 """Sampling parameters as a table: each field of SamplingParams carries its description.
 
-Validation and the bounds of the HTTP API follow from the description. So do the columns of a slot's row on device and
+Validation and the HTTP API's bounds follow from the description. So do the columns in a slot's row on device and
 host, and the parameter's pass over the logits (worker/slot_sampling.py).
 """
 
@@ -41,18 +41,18 @@ _UNBOUNDED = Bounds()
 class Effect(Enum):
     """What a parameter changes on a request's way to a token."""
 
-    LENGTH = auto()  # the end of the output, which the scheduler decides
+    LENGTH = auto()  # where the output ends, which the scheduler decides
     DRAW = auto()  # how a token is drawn from the remaining ones
     FILTER = auto()  # the tokens that remain; without a temperature it changes nothing
-    PENALTY = auto()  # logits of tokens that are in the request already
-    BIAS = auto()  # logits of single tokens
-    HOLD = auto()  # logits of tokens that would end the output too early
+    PENALTY = auto()  # logits for tokens that are in the request already
+    BIAS = auto()  # logits for single tokens
+    HOLD = auto()  # logits for tokens that would end the output too early
     GRAMMAR = auto()  # the tokens that are allowed
-    REPORT = auto()  # log-probabilities, beside the token
-    TEXT = auto()  # the text of the output; engine and runners ignore it
+    REPORT = auto()  # log-probabilities, in addition to the token
+    TEXT = auto()  # the output's text; engine and runners ignore it
 
 
-# The captured pass samples all rows of a step and reads their columns. A second pass samples rows again from changed
+# The captured pass samples a step's rows and reads their columns. A second pass samples rows again from changed
 # logits. These rows have an effect of SECOND_PASS, or HOLD while the output is too short. Penalties change logits in
 # place. The captured pass therefore leaves them out if the second pass, or REPORT, needs the model's own logits.
 CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER, Effect.PENALTY})
@@ -66,11 +66,11 @@ class SamplingField:
     """The description of one parameter."""
 
     name: str
-    type: str  # as annotated
+    type: str  # the annotation
     effect: Effect
     neutral: Any  # the value that changes nothing
     bounds: Bounds
-    column: int | None  # of a slot's row, with entries of 32 bits
+    column: int | None  # column in a slot's row, with 32-bit entries
 
     @property
     def code(self) -> str:
@@ -108,7 +108,7 @@ def _type_name(annotation: Any) -> str:
 
 
 class SamplingTable:
-    """The fields of a class of sampling parameters, and their columns and bounds."""
+    """The fields in a class of sampling parameters, with their columns and bounds."""
 
     def __init__(self, params: type) -> None:
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Pieces of a parameter with the same bounds in groups of 1, 2, 4 and 8 ranks. Each rank has whole pieces.
+# Pieces of a parameter with the same bounds for 1, 2, 4 and 8 ranks. Each rank has whole pieces.
 NUM_LEAVES = 8
 
 
@@ -26,7 +26,7 @@ class Shard(NamedTuple):
         return Share(range(self.rank * own, (self.rank + 1) * own), own * self.size)
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Return the token ids of a rank's rows of the embedding and of the head.
+        """Return the token ids in a rank's rows of embedding and head.
 
         All ranks have the same number, except the last ones if the vocabulary does not divide evenly."""
         share = -(-vocab_size // self.size)
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
         return range(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size))
 
     def inner(self, size: int, unit: int) -> range:
-        """Return a rank's part of the intermediate values of experts.
+        """Return a rank's part of the experts' intermediate values.
 
         Parts consist of whole units if there is one for each rank. If the units do not divide evenly, the first ranks
         have one more."""

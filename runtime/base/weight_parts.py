@@ -1,4 +1,4 @@
-"""The parts of a weight update as plain data: which tensors a trainer sends, and how a rank gets them.
+"""A weight update's parts as plain data: which tensors a trainer sends, and how a rank gets them.
 
 An update is a sequence of parts. Names and layouts are the checkpoint's. Tensors that no part names keep their values.
 """
@@ -13,7 +13,7 @@ import msgspec
 class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
     """A tensor as the trainer announces it."""
 
-    name: str  # in the checkpoint
+    name: str  # the checkpoint's name
     dtype: str  # torch's name, such as bfloat16
     shape: tuple[int, ...]
 
@@ -25,9 +25,9 @@ class FilesPart(msgspec.Struct, tag="files", frozen=True):
 
 
 class IpcPart(msgspec.Struct, tag="ipc", frozen=True):
-    """Tensors in the GPU memory of a trainer on the same machine.
+    """Tensors in a trainer's GPU memory, on the same machine.
 
-    `handles[i]` has, by the UUID of a GPU, the arguments of torch's `rebuild_cuda_tensor` for tensor i, without its
+    `handles[i]` has, by GPU UUID, the arguments for torch's `rebuild_cuda_tensor` for tensor i, without its
     classes. With `packed`, there is one handle: a uint8 buffer with the tensors end to end."""
 
     tensors: list[TensorInfo]
@@ -63,11 +63,11 @@ WeightPart = FilesPart | IpcPart | BroadcastPart | ArraysPart | PullPart
 class GroupInfo(msgspec.Struct, frozen=True):
     """How a rank joins a trainer's NCCL group. Rank 0 is the trainer."""
 
-    rank: int  # of this runner in the group
+    rank: int  # this runner's rank in the group
     world_size: int
-    master_address: str = ""  # of a TCPStore; empty with a unique id
+    master_address: str = ""  # a TCPStore's address; empty with a unique id
     master_port: int = 0
-    unique_id: bytes = b""  # of NCCL, 128 bytes; empty with a store
+    unique_id: bytes = b""  # NCCL's id, 128 bytes; empty with a store
     packed: bool = False
-    buffer_bytes: int = 1 << 30  # of a packed buffer
+    buffer_bytes: int = 1 << 30  # size of a packed buffer
     num_buffers: int = 2

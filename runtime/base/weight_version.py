@@ -11,7 +11,7 @@ class WeightVersion:
     """A version of an engine's weights. Engines with equal identities have the same weights."""
 
     serial: int = 0  # updates before it; 0 is the checkpoint
-    name: str = "default"  # for clients; trainers choose it
+    name: str = "default"  # what clients see; trainers choose it
     identity: str = ""  # hash over the updates since the last complete one; empty for the checkpoint
 
     def after(self, update_id: str, name: str | None, is_complete: bool) -> WeightVersion:
@@ -32,8 +32,8 @@ class WeightVersion:
             return int(self.name) >= int(wanted)
         return wanted in ("", self.name)
 
-    def fingerprint(self, of_checkpoint: str) -> str:
+    def fingerprint(self, base: str) -> str:
         """Return the fingerprint of a model with these weights, from that with the checkpoint's."""
         if not self.identity:
-            return of_checkpoint
-        return hashlib.sha256(f"{of_checkpoint}\0{self.identity}".encode()).hexdigest()[:32]
+            return base
+        return hashlib.sha256(f"{base}\0{self.identity}".encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ A block is in exactly one place:
 
 Spent blocks are evicted first: ones below a window, which a later prompt needs only if it branches off there. A request
 releases its last block first, and holds all ancestors of its blocks without a window. So a child always becomes
-evictable before its parent, and the leaves of the prefix tree are evicted first.
+evictable before its parent, and the prefix tree's leaves are evicted first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
         self._cached = bytearray(self.num_blocks)
-        self._spent: dict[int, None] = {}  # evicted before the blocks of the order
+        self._spent: dict[int, None] = {}  # evicted before the order's blocks
         self._evictable.reset(self.num_blocks)
 
     @property
@@ -118,7 +118,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: list[int], spent: bool = False) -> None:
-        """Remove one holder from each of `blocks`, which are in order of positions. Leaves become evictable first.
+        """Remove one holder from each of `blocks`, which are in position order. Leaves become evictable first.
 
         With `spent` they are evicted before all others."""
         refs, cached, free = self._refs, self._cached, self._free

@@ -1,4 +1,4 @@
-"""EngineCore: the body of the step loop, without threads, clocks or transports.
+"""EngineCore: the step loop's body, without threads, clocks or transports.
 
     plan k+1  ->  submit  ->  collect k  ->  commit k  ->  plan k+2  ->  submit  ->  outputs of k  ->  collect k+1 ...
 

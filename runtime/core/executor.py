@@ -59,7 +59,7 @@ class InProcess:
         return self._steps.popleft()()
 
     def has_result(self) -> bool:
-        return False  # the rest of the work may be done in the wait
+        return False  # the wait may do the rest of the work
 
     def close(self) -> None:
         self._steps.clear()

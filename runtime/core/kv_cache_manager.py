@@ -1,6 +1,6 @@
-"""The requests' block tables: the blocks of each request's tokens, which equal prefixes share.
+"""The requests' block tables: the blocks with each request's tokens, which equal prefixes share.
 
-The next plan sends the changes of the tables to the runners."""
+The next plan sends the tables' changes to the runners."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from runtime.core.plan import EMPTY_TABLE
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash
 from runtime.core.request_state import NEVER, RequestState
 
-_ONE_GROUP = (KVGroupSpec((), 1, 1, "float32"),)  # of a model that describes none
+_ONE_GROUP = (KVGroupSpec((), 1, 1, "float32"),)  # used if a model describes no groups
 
 
 class _TableWrites(NamedTuple):
     """Changes of the runners' tables, one column a field."""
 
     slots: list[int]
-    indices: list[int]  # in the slot's table
+    indices: list[int]  # indices in the slot's table
     blocks: list[int]
 
 
 class KVCacheManager:
     """Maintains `RequestState.tables`; the scheduler decides which request gets blocks.
 
-    Every group of the KV cache has a table of its own for each request, all of one length. A slot's table in a plan is
-    the tables of the groups one after another, each with room for the longest request.
+    Every KV cache group has its own table for each request, all equally long. A slot's table in a plan is
+    the groups' tables one after another, each with room for the longest request.
 
-    Blocks of a window group are released when no later row can read them. Most of them are spent then (block_pool.py).
-    Later prompts are likely to begin at the end of a prompt, or where two prompts branched. The blocks that they would
-    read are not spent. A hit needs all blocks of groups without a window, and the last blocks of the others."""
+    A window group's blocks are released when no later row can read them. Most are spent then (block_pool.py).
+    Later prompts are likely to begin at a prompt's end, or where two prompts branched. The blocks that they would
+    read are not spent. A hit needs all blocks in groups without a window, and the last blocks in the others."""
 
-    least_row = 1  # tokens that a row of a prompt needs to make progress
+    least_row = 1  # tokens that a prompt row needs to make progress
 
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
@@ -55,7 +55,7 @@ class KVCacheManager:
         self._shares = prefix_cache
         self.caches = [PrefixCache() for _ in self._groups]
         self.cache = self.caches[0]  # what the fronts follow
-        self._group_of = [0] * info.num_kv_blocks  # of cached blocks
+        self._group_of = [0] * info.num_kv_blocks  # KV group of each cached block
         self._branches: dict[RequestState, int] = {}  # blocks before which another prompt has branched off
         self.pool = BlockPool(info.num_kv_blocks, self.on_evict, order)
         self._writes = _TableWrites([], [], [])  # not sent yet
@@ -98,11 +98,11 @@ class KVCacheManager:
         return EMPTY_TABLE
 
     def state_rows(self, state: RequestState) -> tuple[int, int]:
-        """Return a request's row of the state cache, and the row of the snapshot that it continues; 0 for none."""
+        """Return a request's row in the state cache, and the row of the snapshot that it continues; 0 for none."""
         return 0, 0
 
     def row_tokens(self, state: RequestState, count: int) -> int:
-        """Return how many of the next `count` tokens of a prompt one row may compute."""
+        """Return how many of a prompt's next `count` tokens one row may compute."""
         return count
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -110,7 +110,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks, of all groups, that a request of `num_tokens` tokens holds."""
+        """Return the most blocks, in all groups, that a request with `num_tokens` tokens holds."""
         size = self.blocks_for(num_tokens)
         if not self._caps:
             return size * self._num_groups
@@ -211,7 +211,7 @@ class KVCacheManager:
         return [range(group.num_dead_blocks(end * size, size), end) for end in ends]
 
     def match_prefix(self, state: RequestState) -> list[list[int]]:
-        """Return tables of the cached blocks of a request's known prefix, without its last token, which must be
+        """Return tables of cached blocks for a request's known prefix, without its last token, which must be
         computed."""
         if not self._shares or not state.reads_cache:
             return [[] for _ in self._groups]
@@ -232,9 +232,9 @@ class KVCacheManager:
     def cache_full_blocks(self, state: RequestState, move: bool = True) -> None:
         """Put the request's newly full blocks into the cache.
 
-        They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
-        layer before any row attends. If another request has cached the same block first, this one moves to it: one copy
-        remains, and the holder of a block holds its ancestors (block_pool.py)."""
+        They may be matched from this step on, even by a row in the same step. For runners store a layer's K/V for all
+        rows before any row attends. If another request has cached the same block first, this one moves to it: one copy
+        remains. And a block's holder holds its ancestors (block_pool.py)."""
         size = self.block_size
         num_full = self.num_cacheable(state) // size
         if num_full * size < state.next_block_end:
@@ -251,7 +251,7 @@ class KVCacheManager:
     def _cache_blocks(
         self, state: RequestState, number: int, first: int, block_hashes: list[bytes], move: bool
     ) -> None:
-        """Put blocks of one group, from index `first` of its table on, into the cache."""
+        """Put one group's blocks, from index `first` in its table on, into the cache."""
         table = state.tables[number]
         blocks = table[first : first + len(block_hashes)]
         cached = self.caches[number].insert(block_hashes, blocks)

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.core.block_pool import NULL_BLOCK
 
-KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine
+KEY_BYTES = 8  # hash bytes that routers receive; two equal keys cost a wrong choice of an engine
 _STATE_MARK = 0x5A5A_A5A5_3C3C_C3C3
 
 
@@ -24,7 +24,7 @@ def state_key(key: int) -> int:
 
 
 def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
-    """Return the 16-byte hash of the empty prefix, for a salt and the digest of an adapter."""
+    """Return the 16-byte hash of the empty prefix, for a salt and an adapter's digest."""
     return blake2b(f"{fingerprint}\0{adapter}\0{salt}".encode(), digest_size=16).digest()
 
 
@@ -49,7 +49,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._state_keys: dict[int, bytes] = {}  # of the blocks with a snapshot (core/states/snapshot_pool.py)
+        self._state_keys: dict[int, bytes] = {}  # keys of blocks with a snapshot (core/states/snapshot_pool.py)
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""
@@ -63,7 +63,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def keys(self) -> list[bytes]:
-        """Return the first KEY_BYTES of the hash of each cached block, and the keys of snapshots."""
+        """Return the first KEY_BYTES of each cached block's hash, and the snapshots' keys."""
         return [*(block_hash[:KEY_BYTES] for block_hash in self._block_of), *self._state_keys.values()]
 
     def note_snapshot(self, block: int, is_kept: bool) -> None:
@@ -77,7 +77,7 @@ class PrefixCache:
             del self._state_keys[block]
 
     def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of the path `block_hashes`."""
+        """Return the blocks in the longest cached prefix of the path `block_hashes`."""
         blocks = []
         for one in block_hashes:
             block = self._block_of.get(one)
@@ -119,9 +119,9 @@ class PrefixCache:
 def match_tables(
     caches: Sequence[PrefixCache], groups: Sequence[KVGroupSpec], block_hashes: list[bytes], block_size: int
 ) -> list[list[int]]:
-    """Return a table for each group, of the longest prefix of the path `block_hashes` that all groups can continue.
+    """Return each group's table for the longest prefix of the path `block_hashes` that all groups can continue.
 
-    A group without a window needs all blocks of the prefix. A group with a window needs only the blocks that the next
+    A group without a window needs all the prefix's blocks. A group with a window needs only the blocks that the next
     row reads, and its table begins with null blocks."""
     pairs = list(zip(caches, groups, strict=True))
     windows = [pair for pair in pairs if pair[1].window is not None]
@@ -148,7 +148,7 @@ def _longest_with_windows(
     """Return the largest number of blocks, up to `num_blocks`, before which all windows are cached.
 
     A missing block spoils every prefix that ends after it and sees it. So the search continues before it, and looks at
-    each block of a group once at most."""
+    each block in a group once at most."""
     checked = [num_blocks] * len(windows)  # from here on each group has all blocks below num_blocks
     searching = True
     while searching:

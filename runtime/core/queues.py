@@ -1,4 +1,4 @@
-"""Where requests stand: the queue of waiting requests, and the slots of running ones."""
+"""Where requests stand: the queue of waiting requests, and the running ones' slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._keys: list[SortKey] = []  # a heap
         self._states: dict[SortKey, RequestState] = {}
-        self.num_tokens = 0  # known tokens of all waiting requests
+        self.num_tokens = 0  # known tokens in all waiting requests
 
     def __len__(self) -> int:
         return len(self._states)

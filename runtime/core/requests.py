@@ -10,7 +10,7 @@ from dataclasses import replace
 from runtime.base.types import CallboardError, Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
-_DRAWN_BITS = 53  # of random seeds: every client reads such a number exactly, also JavaScript
+_DRAWN_BITS = 53  # bits in random seeds: every client reads such a number exactly, also JavaScript
 
 
 def requests_of(
@@ -36,9 +36,9 @@ def requests_of(
     elif params.max_tokens:
         params = replace(params, max_tokens=params.max_tokens + len(token_ids) - prompt_len)
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
-    of_all = priority, cache_salt, adapter, prediction
+    shared = priority, cache_salt, adapter, prediction
     return [
-        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *of_all) for i in range(num_choices)
+        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *shared) for i in range(num_choices)
     ]
 
 

@@ -20,15 +20,15 @@ class EngineStats:
     steps: int = 0  # committed
     blocks_total: int = 0
     blocks_available: int = 0
-    snapshots: int = 0  # states of prefixes that requests can continue; 0 for a model without states
+    snapshots: int = 0  # prefix states that requests can continue; 0 for a model without states
     snapshots_evicted: int = 0
     preemptions: int = 0
     drafts: int = 0  # rows with draft tokens
     draft_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
-    prompt_tokens: int = 0  # of admitted requests
-    prompt_tokens_cached: int = 0  # of these, found in the prefix cache
-    structured_lazy: int = 0  # outputs with a grammar, by the engine of the grammar
+    prompt_tokens: int = 0  # prompt tokens in admitted requests
+    prompt_tokens_cached: int = 0  # prompt tokens found in the prefix cache
+    structured_lazy: int = 0  # outputs with a grammar, by the grammar's engine
     structured_eager: int = 0
 
     @property

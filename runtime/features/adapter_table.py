@@ -1,9 +1,9 @@
-"""The adapters (LoRA) of an engine: the index of each on the devices, and which requests may have it.
+"""An engine's adapters (LoRA): each adapter's index on the devices, and which requests may have it.
 
     reserve  ->  [runners load it]  ->  open   ->  [new requests]
                                     ->  close  ->  [requests that had it before]  ->  release
 
-An adapter is identified by the digest of its files. Index 0 is the model itself, without an adapter. Another adapter
+An adapter is identified by its files' digest. Index 0 is the model itself, without an adapter. Another adapter
 gets an index only after `release`, when no request and no step in flight has it. Runners may therefore overwrite it
 without a check (C2). Fresh runners get the same adapters at the same indices.
 """
@@ -25,7 +25,7 @@ class AdapterTable(Extra):
     def __init__(self, max_loras: int) -> None:
         self._free = list(range(max_loras, 0, -1))  # a stack: lowest index on top
         self._indices: dict[str, int] = {}
-        self._is_open: dict[str, bool] = {}  # by digest; absent while the runners do not have the adapter
+        self._is_open: dict[str, bool] = {}  # key: digest; absent while the runners do not have the adapter
 
     def on_add(self, state: RequestState) -> None:
         state.adapter = self.index_of(state.request.adapter)

@@ -10,11 +10,11 @@ import torch
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton
 from runtime.structured.matching.automaton import Automaton, EagerMatcher
 
-_POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 128k tokens
+_POOL_BYTES = 64 << 20  # some 50 automata for small schemas, with a vocabulary of 128k tokens
 
 
 class DeviceAutomata:
-    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py).
+    """A pool of automata, uploaded once each, and each slot's state (kernels/sampling/automata.py).
 
     The first automaton allocates the pool. Without room in it, or memory for it, later outputs stay with the host."""
 
@@ -35,7 +35,7 @@ class DeviceAutomata:
         return bool(place)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Mask the logits of rows, in the form of kernels/sampling/automata.py, on the device."""
+        """Mask rows' logits, in the form that kernels/sampling/automata.py has, on the device."""
         mask_states_triton(logits, rows, self.places, self.states, self.pool)
 
     def advance(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:

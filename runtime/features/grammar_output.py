@@ -1,4 +1,4 @@
-"""The output of one request with a grammar, and the making of its matcher beside the steps.
+"""The output of one request with a grammar, and how its matcher is made while steps continue.
 
 A matcher takes microseconds if its grammar is ready, and up to some 30 ms if it is new. A new one is made on a thread.
 Until then, the output's row is computed but not sampled (StepResult.deferred), and other rows go on.
@@ -18,7 +18,7 @@ from runtime.structured.matching.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
-_FEW_TOKENS = 64  # tokens of an output that a matcher may take within a step
+_FEW_TOKENS = 64  # output tokens that a matcher may take within a step
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class GrammarOutput:
     matcher: Matcher | None = None  # None until it is made
     failed: bool = False
     failure: str = ""  # reason; "" unless it failed
-    host_s: float = 0.0  # time of the host on its masks
-    on_device: bool = False  # True if an automaton of the device follows it; its matcher then stays as it is
-    is_new: bool = True  # True until a step has a row of it
-    alone: bool = False  # True if it needs a lexer of its own: the shared one reached a limit
+    host_s: float = 0.0  # seconds that the host spent on its masks
+    on_device: bool = False  # True if an automaton on the device follows it; its matcher then does not change
+    is_new: bool = True  # True until a step has its row
+    alone: bool = False  # True if it needs its own lexer: the shared one reached a limit
     _making: Future[tuple[Matcher, int]] | None = field(default=None)  # the matcher, and its num_taken
 
     @property
@@ -110,7 +110,7 @@ class GrammarOutput:
                 matcher.advance(tokens)
         except CallboardError:
             raise
-        except Exception as e:  # a fault of llguidance ends this request alone
+        except Exception as e:  # a fault in llguidance ends only this request
             logger.exception("a matcher could not be made")
             raise CallboardError(f"This request's grammar cannot be served: {type(e).__name__}: {e}.") from e
         return matcher, len(tokens)
@@ -120,5 +120,5 @@ def made_factory(engines: Callable[[], MatcherFactory]) -> MatcherFactory:
     """Wait for the factory. A vocabulary without one fails the outputs that need it, not the step."""
     try:
         return engines()
-    except Exception as e:  # any error of llguidance or of the tokenizer's reader
+    except Exception as e:  # any error from llguidance or the tokenizer's reader
         raise CallboardError(f"Structured output does not work with this model's tokenizer: {e}") from e

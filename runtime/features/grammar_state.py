@@ -1,7 +1,7 @@
 """Structured output in a runner: the matchers of outputs with a grammar, and their masks for a step.
 
-A matcher stands after an output's known tokens, so a request goes on after a preemption or a restart (C8). The masks of
-a step depend on the tokens of the step before; they are computed while the device computes. An output with an automaton
+A matcher stands after an output's known tokens, so a request continues after a preemption or a restart (C8). A step's
+masks depend on the previous step's tokens; they are computed while the device computes. An output with an automaton
 leaves the host after its first token.
 """
 
@@ -33,18 +33,18 @@ from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.extras import RunnerParts, TokenMasks
 from runtime.worker.sources import ModelSource
 
-_MAKING_S = 0.002  # most seconds that a step waits for matchers of new outputs; a small grammar takes half of it
+_MAKING_S = 0.002  # most seconds that a step waits for new outputs' matchers; a small grammar takes half
 _IDLE_S = 0.01  # the same for a step in which all rows wait for their matchers
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row of a step: samples follow its last known token and each of its guesses."""
+    """A step's row: samples follow its last known token and each of its guesses."""
 
     slot: int
     output: GrammarOutput
-    first: int  # of its samples, in the step
-    position: int  # of the token that this one is
+    first: int  # its first sample's number in the step
+    position: int  # the position of that sample's token
     guesses: list[int]
     waits: bool = False  # True if it waits for its matcher and is not sampled in this step
 
@@ -53,17 +53,17 @@ class _Row:
 class Masks:
     """The tokens that a step may sample. A sample outside `numbers` and `tracked` may be any token."""
 
-    numbers: Int32s  # [n] numbers of samples of the step, rising
+    numbers: Int32s  # [n] sample numbers in the step, rising
     words: Int32s  # [n, num_words], as Matcher.fill has them
-    failed: Int32s  # numbers of samples that are not drawn: the grammar cannot go on, or waits for its matcher
+    failed: Int32s  # numbers of samples that are not drawn: the grammar cannot continue, or waits for its matcher
     rows: list[_Row]  # rows with drawn samples
     tracked: (
-        Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/sampling/automata.py has them
+        Int32s  # [n, GUESSES + most guesses], rows for outputs on the device, as kernels/sampling/automata.py has them
     )
     automata: DeviceAutomata | None
-    begun: tuple[int, int]  # numbers of new outputs of the lazy and the eager engine
-    failures: dict[int, str]  # reasons of failed requests (C9), by the number of the first sample of the row
-    deferred: Int32s  # numbers of the first samples of rows that wait for a matcher
+    begun: tuple[int, int]  # new outputs with the lazy and the eager engine
+    failures: dict[int, str]  # why requests failed (C9), by the number of the row's first sample
+    deferred: Int32s  # first sample numbers of rows that wait for a matcher
 
     def report(self, result: StepResult) -> None:
         result.begun, result.failures, result.deferred = self.begun, self.failures, self.deferred
@@ -84,7 +84,7 @@ class GrammarState:
         Only rank 0 follows outputs; the other ranks take its tokens. The engine of an output, and so its limits, depend
         on time, so two ranks could disagree."""
         self._num_words, self._is_draft, self._shard = -(-vocab_size // 32), is_draft, shard
-        self.step_us = math.inf  # time of a decode step of many rows, once a device has measured it
+        self.step_us = math.inf  # time of a decode step with many rows, once a device has measured it
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[MatcherFactory] | None = None
         self._outputs: dict[int, GrammarOutput] = {}
@@ -153,9 +153,9 @@ class GrammarState:
             self._made_factory().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Return the masks of the plan's samples; None if all of them may be any token.
+        """Return the masks for the plan's samples; None if all may be any token.
 
-        Masks of the host need the samples of the last plan with such masks, so this waits for them."""
+        Host masks need the samples from the last plan with such masks, so this waits for them."""
         if not self._outputs:
             return None
         if self._is_draft:
@@ -183,7 +183,7 @@ class GrammarState:
         deferred = np.array([row.first for row in rows if row.waits], np.int32)
         engines = [row.output.matcher.engine for row in new if row.output.matcher and not row.output.alone]
         begun = engines.count("lazy"), engines.count("eager")
-        # Failed rows, too: the row of the warm-up then compiles all kernels.
+        # Failed rows, too: the warm-up's row then compiles all kernels.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
         as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
         drawn = [row for row in rows if not row.waits]
@@ -196,7 +196,7 @@ class GrammarState:
             self._last = masks, tokens
 
     def _rewrite(self, plan: StepPlan) -> None:
-        """Replace sampled tokens of a draft by the final tokens of its plan (speculation/draft.py)."""
+        """Replace a draft's sampled tokens by its plan's final tokens (speculation/draft.py)."""
         if not len(plan.draft_token_ids):
             return
         self._take_last()
@@ -227,7 +227,7 @@ class GrammarState:
     def _find_matchers(self, rows: list[_Row], num_rows: int) -> None:
         """Note the rows that wait for a matcher, or for an earlier token that was not sampled.
 
-        A step of `num_rows` rows waits at most _MAKING_S for matchers of new outputs; if all rows wait, _IDLE_S."""
+        A step with `num_rows` rows waits at most _MAKING_S for new outputs' matchers; if all rows wait, _IDLE_S."""
         begun, waiting = time.perf_counter(), []
         for row in rows:
             row.waits = row.position > row.output.end and not row.output.failed

@@ -6,8 +6,8 @@
     update([c])     --- GrammarUpdate(added c, removed a) --->  holds b, c
 
 The sender alone decides what the store holds. It adds what a message names before that message, and removes the texts
-that were named longest ago, beyond a bound of bytes. Both ends begin empty with each connection, so new links and
-processes start in agreement. The reader of a message keeps the grammar itself, so that a later removal
+that were named longest ago, beyond a limit in bytes. Both ends begin empty with each connection, so new links and
+processes start in agreement. A message's reader keeps the grammar itself, so that a later removal
 does not concern it.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from runtime.base.types import CallboardError, Grammar, GrammarUpdate, Request, SamplingParams
 
-MAX_STORE_BYTES = 16 << 20  # of the texts that one connection's store keeps between messages
+MAX_STORE_BYTES = 16 << 20  # texts that one connection's store keeps between messages
 
 
 class GrammarSender:
@@ -27,8 +27,8 @@ class GrammarSender:
 
     def __init__(self, max_bytes: int = MAX_STORE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by key, the one named longest ago first
-        self.num_bytes = 0  # of all texts there
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # sizes by key, the one named longest ago first
+        self.num_bytes = 0  # bytes of all texts there
 
     def update(self, grammars: Iterable[Grammar]) -> GrammarUpdate | None:
         """The update to send before a message that names `grammars`; None if there is nothing to change."""
@@ -53,7 +53,7 @@ class GrammarStore:
     """The grammars that have come on a connection and were not removed."""
 
     def __init__(self) -> None:
-        self.grammars: dict[str, Grammar] = {}  # by key
+        self.grammars: dict[str, Grammar] = {}  # grammars by key
 
     def apply(self, update: GrammarUpdate) -> None:
         """Take over what the sender has sent before its next message."""

@@ -1,6 +1,6 @@
-"""RunnerMemory: memory of a GPU that sleep gives back while its tensors, and CUDA graphs, keep their addresses.
+"""RunnerMemory: GPU memory that sleep gives back while its tensors, and CUDA graphs, keep their addresses.
 
-Each segment of torch's allocator is a range of addresses, reserved once, with memory of the driver mapped there. Memory
+Each segment of torch's allocator is an address range, reserved once, with the driver's memory mapped there. Memory
 that is given back is unmapped. Later, other memory is mapped at the same addresses.
 """
 
@@ -17,7 +17,7 @@ from runtime.worker.cuda_driver import call, words_at
 from runtime.worker.gpu.graph_runner import no_garbage_collection
 
 _GRANULE = 2 << 20  # bytes that the driver maps at least
-_ON_DEVICE, _PINNED, _READ_AND_WRITE = 1, 1, 3  # a kind of location, of memory, and of access
+_ON_DEVICE, _PINNED, _READ_AND_WRITE = 1, 1, 3  # kinds: location, memory, access
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -55,7 +55,7 @@ class _Segment:
 
 
 class Segments:
-    """The segments of one pool of torch's allocator, by address."""
+    """The segments in one pool of torch's allocator, by address."""
 
     def __init__(self, device_index: int) -> None:
         self._location = _Location(_ON_DEVICE, device_index)
@@ -123,7 +123,7 @@ class MappedMemory:
         allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in callbacks)
         allocator = torch._C._cuda_customAllocator(allocate, free)
         self._pool = torch.cuda.MemPool(allocator)
-        # Torch may call them until the end of the process.
+        # Torch may call them until the process ends.
         _keep_for_ever((callbacks, allocator))
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Functions of float32 tensors. The bits of a result do not depend on its place in the tensor.
+"""Functions on float32 tensors. A result's bits do not depend on its place in the tensor.
 
-torch's own sigmoid, silu, softplus and rsqrt compute the last numbers of a tensor with scalar code. It differs in the
+torch's own sigmoid, silu, softplus and rsqrt compute a tensor's last elements with scalar code. It differs in the
 last bit from the vector code. torch's exp and log agree, and all other operations here are exactly rounded."""
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ _INTERPRETED = constexpr(INTERPRETED)
 
 @jit
 def larger(a, b):
-    """The larger of two numbers; NaN if one of them is."""
+    """The larger of two numbers; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def smaller(a, b):
-    """The smaller of two numbers; NaN if one of them is."""
+    """The smaller of two numbers; NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -39,7 +39,7 @@ def within(x, LARGEST: tl.constexpr):
 def to_e4m3(x):
     """Round numbers within 448 to e4m3, ties to even; NaN stays."""
     if _INTERPRETED:
-        # The interpreter's cast neither carries into the exponent nor keeps NaN. It is exact for numbers of e4m3.
+        # The interpreter's cast neither carries into the exponent nor keeps NaN. It is exact for e4m3 values.
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         exact = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 1.5 * 2 ** 14: steps of 2 ** -9

@@ -14,11 +14,11 @@ class Numerics:
 
     dtype: torch.dtype
     device: torch.device
-    backend: Literal["torch", "triton", "llvm"]  # llvm: torch, with native products of quantized weights
+    backend: Literal["torch", "triton", "llvm"]  # llvm: torch, with native products for quantized weights
     packed: bool  # true if linear layers are pre-packed for oneDNN
     deterministic: bool
     rank_invariant: bool = False  # implies deterministic
-    activation_bits: int = 16  # of products with quantized weights on a CPU: 16 or 8
+    activation_bits: int = 16  # activation bits in a CPU's products with quantized weights: 16 or 8
 
     @property
     def dtype_name(self) -> str:

@@ -29,7 +29,7 @@ except ImportError:
         return 1 << (n - 1).bit_length()
 
 
-# Arrays with one number a row. They are views of packed buffers, and another offset must not compile a kernel again.
+# Arrays with one number a row. They are views into packed buffers, and another offset must not compile a kernel again.
 ROW_ARRAYS = [
     "slots_ptr",
     "places_ptr",
@@ -57,11 +57,11 @@ def use_pdl(tensor: torch.Tensor) -> bool:
             tl.extra.cuda.gdc_launch_dependents()
 
     in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
-    wrote. Load tensors that no kernel of a step writes (weights, tables) before the wait. When a kernel passes its
+    wrote. Load tensors that no kernel in a step writes (weights, tables) before the wait. When a kernel passes its
     wait, its predecessor is complete. That kernel waited, too, so everything before it is complete as well.
 
-    Norms, linear layers of few rows, dense experts of few choices, convolutions of decode steps and sums over ranks
-    call gdc_launch_dependents first. A decode step is a chain of them, and a kernel then requests its weights while two
+    Norms, linear layers for few rows, dense experts for few choices, decode convolutions and sums over ranks call
+    gdc_launch_dependents first. A decode step is a chain of such kernels; a kernel then requests its weights while two
     kernels before it still run. A kernel after another kind may rely on more before its wait: all kernels but its
     immediate predecessor are complete when it starts."""
     return not INTERPRETED and _has_pdl(tensor.device)

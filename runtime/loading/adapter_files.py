@@ -26,7 +26,7 @@ from runtime.base.types import CallboardError
 from runtime.loading.adapter_patterns import Patterns
 from runtime.loading.folder import json_object, own_file
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES, _MOST_HEADER_BYTES, _MOST_WEIGHT_BYTES = 1 << 20, 4 << 20, 32 << 30
 _MOST_ALPHA, _MOST_NAME_CHARS = 1e9, 512
 _READ_BYTES = 1 << 20  # a piece of a file
@@ -126,9 +126,9 @@ class Adapter:
 def read_adapter(path: str | Path) -> Adapter:
     """Read the adapter in a folder. Raises CallboardError for the first damaged or unsupported part."""
     folder = Path(path)
-    config_path, weights_path = own_file(folder, _CONFIG), own_file(folder, _WEIGHTS)
+    config_path, weights_path = own_file(folder, CONFIG), own_file(folder, _WEIGHTS)
     if config_path is None:
-        raise CallboardError(f"{folder} has no {_CONFIG}; name a folder that peft's save_pretrained has written.")
+        raise CallboardError(f"{folder} has no {CONFIG}; name a folder that peft's save_pretrained has written.")
     with _opened(config_path, _MOST_CONFIG_BYTES) as file:
         data = file.read(_MOST_CONFIG_BYTES)
     config = json_object(data, config_path)
@@ -233,7 +233,7 @@ def _maps(config: dict[str, Any], tensors: dict[str, Any], start: int, path: Pat
         pairs.setdefault(match[1], {})[match[2]] = _place(name, one, start, path)
     if not pairs:
         raise CallboardError(f"{path} has no tensors.")
-    config_path = path.parent / _CONFIG
+    config_path = path.parent / CONFIG
     ranks = Patterns(config.get("rank_pattern"), f"{config_path}: rank_pattern")
     alphas = Patterns(config.get("alpha_pattern"), f"{config_path}: alpha_pattern")
     maps = {}
@@ -245,7 +245,7 @@ def _maps(config: dict[str, Any], tensors: dict[str, Any], start: int, path: Pat
         wanted = _number(ranks.value(module, config.get("r")), f"{config_path}: r of {shown}")
         if not a.rows == b.columns == wanted or wanted < 1:
             raise CallboardError(
-                f"{path}: lora_A and lora_B of {shown} have ranks {a.rows} and {b.columns}, where {_CONFIG} says "
+                f"{path}: lora_A and lora_B of {shown} have ranks {a.rows} and {b.columns}, where {CONFIG} says "
                 f"{wanted}."
             )
         alpha = _number(alphas.value(module, config.get("lora_alpha")), f"{config_path}: lora_alpha of {shown}")

@@ -1,10 +1,10 @@
-"""rank_pattern and alpha_pattern of an adapter's config: numbers for modules with a matching name.
+"""rank_pattern and alpha_pattern in an adapter's config: numbers for modules with a matching name.
 
-peft matches a pattern as a regular expression against a module's name, or the end of it after a dot. Here a pattern has
+peft matches a pattern as a regular expression against a module's name, or its end after a dot. Here a pattern has
 one of these forms, which match in time linear in the name:
 
-    q_proj                              the last part of a name
-    layers.3.self_attn.q_proj           the last parts of a name
+    q_proj                              a name's last part
+    layers.3.self_attn.q_proj           a name's last parts
     ^model.layers.3.self_attn.q_proj    a whole name
     .*\\.3\\.self_attn\\..*               parts with any text between them; dots are escaped
 """
@@ -49,8 +49,8 @@ class Patterns:
 
     def __init__(self, patterns: Any, field: str) -> None:
         """`field` names it in errors. Raises CallboardError if a pattern is not accepted."""
-        self._ends: dict[str, tuple[int, Any]] = {}  # order and value, by name or end of a name
-        self._names: dict[str, tuple[int, Any]] = {}  # of whole names
+        self._ends: dict[str, tuple[int, Any]] = {}  # order and value, by name or a name's end
+        self._names: dict[str, tuple[int, Any]] = {}  # order and value of whole names
         self._wild: list[_Wild] = []
         if not isinstance(patterns, dict | None):
             raise CallboardError(f"{field} is a {type(patterns).__name__}; it must be an object of numbers by pattern.")
@@ -86,7 +86,7 @@ class Patterns:
 
 
 def _starts(name: str) -> Iterator[int]:
-    """Yield the start of a name, and of each of its parts after a dot."""
+    """Yield where a name starts, and each of its parts after a dot."""
     at = 0
     while True:
         yield at

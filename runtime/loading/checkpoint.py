@@ -1,7 +1,7 @@
 """Model weights from disk, one tensor at a time: a folder of safetensors files, or a GGUF file.
 
 Both are mapped into memory and read tensor by tensor, and pages are released after use. So loading needs only the
-memory of the model and of one tensor's source. Headers are checked before any other use of a file.
+model's memory and one tensor's source. Headers are checked before any other use of a file.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from runtime.loading.upload import Uploader
 from runtime.models import has_experts_in_turn
 from runtime.quant.weight_format import TensorSource
 
-_MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are released
+_MOST_MAPPED = 64 << 20  # bytes read from a safetensors file before its pages are released
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
-_SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
+_SAMPLE_BYTES = 256  # sample size at each tensor's head, middle and tail, for the fingerprint
 
 
 class Checkpoint(TensorSource):
@@ -101,7 +101,7 @@ class GgufCheckpoint(Checkpoint):
         return self._source(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.float32  # the result of `dequantize`
+        return torch.float32  # what `dequantize` returns
 
     def tensor(
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
@@ -160,11 +160,11 @@ class _Stored(NamedTuple):
     """A tensor as its safetensors file announces it."""
 
     path: Path
-    name: str  # of the tensor in the file
+    name: str  # the tensor's name in the file
     type_name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    place: Place | None = None  # in a tensor of all experts; None for a whole tensor
+    place: Place | None = None  # its place in a tensor with all experts; None for a whole tensor
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -182,7 +182,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
         self._ahead: ReadAhead | None = None
-        self._starts: dict[str, tuple[Path, int]] = {}  # the first byte of each tensor of the files
+        self._starts: dict[str, tuple[Path, int]] = {}  # each tensor's first byte in the files
         self._path, self._file, self._num_mapped = path, open_safetensors(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
             found = {stored.name for stored in self._tensors.values()}
@@ -245,7 +245,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _stored(self, name: str) -> memoryview:
         mapped, place = self._mapped(name), self._announced(name).place
-        if place is not None and not mapped.is_contiguous():  # all rows of the expert are a view without a copy
+        if place is not None and not mapped.is_contiguous():  # the expert's rows are a view without a copy
             mapped = self._file.get_tensor(self._announced(name).name)[place.expert]
         return _bytes_of(mapped)
 
@@ -272,7 +272,7 @@ def open_safetensors(path: Path) -> Any:
 def byte_ranges(path: Path) -> dict[str, ByteRange]:
     """The bytes of each tensor in a safetensors file, which is in order.
 
-    Layout: the length of the header in eight bytes | the header in JSON | the data, from which offsets count."""
+    Layout: the header's length in eight bytes | the header in JSON | the data, from which offsets count."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))

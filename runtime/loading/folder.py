@@ -10,7 +10,7 @@ from runtime.base.types import CallboardError
 from runtime.models.families.defaults import with_defaults
 
 INDEX_NAME = "model.safetensors.index.json"
-# Files of exporters that do not write to config.json -> the missing quant_method.
+# Files from exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
@@ -35,7 +35,7 @@ def json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a model folder, with the description of quantization from a separate file if there is one."""
+    """Read a model folder's config.json, with the quantization's description from a separate file if there is one."""
     config = read_json(folder / "config.json")
     for name, method in _QUANTIZATION_FILES.items():
         if "quantization_config" not in config and (folder / name).exists():
@@ -44,10 +44,10 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Return the path of a file of a model folder, with a text for clients; None if it is missing.
+    """Return the path of a file in a model folder, with a text for clients; None if it is missing.
 
-    Raises CallboardError if it is a link to a file elsewhere: an untrusted folder could expose any file of this
-    machine. Links of the hub's cache, from a snapshot to the blobs beside it, are allowed."""
+    Raises CallboardError if it is a link to a file elsewhere: an untrusted folder could expose any file on this
+    machine. Links in the hub's cache, from a snapshot to the blobs next to it, are allowed."""
     path, home = folder / name, folder.resolve()
     if not path.exists():
         return None
@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, or else of config.json with its defaults; empty if neither
+    """The end-of-sequence ids in generation_config.json, or else in config.json with its defaults; empty if neither
     names any that the vocabulary has."""
     path = folder / "generation_config.json"
     sources = [read_json(path) if path.exists() else {}, config, config.get("text_config")]

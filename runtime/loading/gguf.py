@@ -1,7 +1,7 @@
-"""A strict reader of the GGUF container (versions 2 and 3), in one file or split over several, without torch.
+"""A strict reader for the GGUF container (versions 2 and 3), in one file or split over several, without torch.
 
-The `gguf` package, imported with the first file, supplies the types of tensors and dequantizes them. Its own reader
-takes seconds for the vocabulary of a model.
+The `gguf` package, imported with the first file, supplies the tensor types and dequantizes tensors. Its own reader
+takes seconds for a model's vocabulary.
 
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
 offset ... | padding | tensor data. Every length in the file is checked against the remaining bytes before memory is
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4  # GGML_MAX_DIMS
-_MAX_PARTS = 10_000  # of a split file
+_MAX_PARTS = 10_000  # parts in a split file
 
 
 @cache
@@ -46,7 +46,7 @@ def ggml_types() -> dict[int, tuple[str, int, int]]:
 
 
 def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """The weights of whole rows of blocks: raw [num_rows, row_bytes] -> float32 [num_rows, row_len]."""
+    """Dequantize whole rows of blocks: raw [num_rows, row_bytes] -> float32 [num_rows, row_len]."""
     from gguf import GGMLQuantizationType, quants
 
     weights: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[type_name])
@@ -60,8 +60,8 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # outermost first, so a linear layer is [out, in]
     type_name: str
-    part: int  # of a split file; 0 is the first
-    offset: int  # bytes from the start of the part
+    part: int  # part of a split file; 0 is the first
+    offset: int  # bytes from the part's start
     nbytes: int
 
 
@@ -80,7 +80,7 @@ class MappedFile:
     def forget(self, start: int, size: int) -> None:
         """Release the pages of `size` bytes from `start` on. A later access reads them again.
 
-        Otherwise a model's files would count as memory of the process until its end."""
+        Otherwise a model's files would count as the process's memory until its end."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map and size:
             self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)
@@ -94,7 +94,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, GgufTensor] = {}
-        self.read_tables = set[str]()  # tensors that became a part of the config
+        self.read_tables = set[str]()  # tensors that became parts of the config
         self._parts: list[MappedFile] = []
         self.metadata = self._read(path)
         for number, other in enumerate(self._other_parts(), 1):
@@ -131,7 +131,7 @@ class GgufFile:
             kind = "is big-endian" if swapped in (2, 3) else f"has version {version}"
             raise cursor.error(f"{kind}; little-endian GGUF of version 2 or 3 is needed")
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
-        cursor.check_count(num_keys, 13, "metadata entries")  # a key of no characters, a type, one byte
+        cursor.check_count(num_keys, 13, "metadata entries")  # an empty key, a type, one byte
         cursor.check_count(num_tensors, 24, "tensors")
 
         metadata: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class GgufFile:
         return metadata
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Return the metadata value of `key`, of type `kind`. Raises CallboardError for other types and missing
+        """Return the metadata value of `key`, with type `kind`. Raises CallboardError for other types and missing
         keys."""
         value = self.metadata.get(key, default)
         if value is None:

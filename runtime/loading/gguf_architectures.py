@@ -1,9 +1,9 @@
 """The meaning of a GGUF file: its tensors under their Hugging Face names and order, and its metadata as a config.json.
 
-GGUF has the same names for the tensors of all models (`_PARAMETERS`); Hugging Face's names are in the family's
-WeightMap. An architecture is one entry of `ARCHITECTURES`: its family and its config (`gguf_configs.py`). This module
-undoes the changes of llama.cpp's converter (convert_hf_to_gguf.py) to the weights. One change stays, because blocks of
-quantized weights cannot undo it: the order of the value heads of Qwen3.5 (`DeltaRuleSpec.tiled`).
+GGUF has the same tensor names for all models (`_PARAMETERS`); Hugging Face's names are in the family's
+WeightMap. An architecture is one entry in `ARCHITECTURES`: its family and its config (`gguf_configs.py`). This module
+undoes the changes that llama.cpp's converter (convert_hf_to_gguf.py) makes to weights. One change remains, because
+quantized blocks cannot undo it: the order of Qwen3.5's value heads (`DeltaRuleSpec.tiled`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
 from runtime.models.weight_map import WeightMap
 
-# GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor of
-# gate and up together has the name of up.
+# GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor with
+# gate and up together has up's name.
 _PARAMETERS = {
     "token_embd": "embed", "position_embd": "positions", "output_norm": "final_norm", "output": "head",
     "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "out",
@@ -49,12 +49,12 @@ _PARAMETERS = {
 _OTHERWISE = {
     "post_attn_norm": "ffn_norm", "q_norm": "q_heads_norm", "k_norm": "k_heads_norm", "q": "gated_q", "qkv": "mix_qkv",
 }  # fmt: skip
-# Tensors with the rows of two parameters, which alternate by key head or are the halves of each expert
+# Tensors with two parameters' rows, which alternate by key head or are each expert's halves
 _PAIRS = {"ssm_ba": ("mix_b", "mix_a"), "ffn_gate_up_exps": ("gate", "up")}
 # Parameters with names that no .weight or .bias follows
 _WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks", "factor", "router_norm", "expert_scales"}
-_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
-_EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
+_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # types of tensors that are not quantized
+_EXPERTS = "_exps"  # ends the name of a tensor with all experts' weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Architecture:
     """How one value of `general.architecture` translates."""
 
     hf_class: str  # one of FAMILIES
-    model_type: str  # in config.json
-    config: Callable[[GgufFile], dict[str, Any]]  # the rest of it
-    interleaved: bool = False  # the rows of q and k are in the order of interleaved RoPE pairs
+    model_type: str  # value in config.json
+    config: Callable[[GgufFile], dict[str, Any]]  # the rest of config.json
+    interleaved: bool = False  # q and k rows are in the order of interleaved RoPE pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Source:
     """The place of the tensor with one HF name, and its differences there."""
 
     tensor: GgufTensor
-    expert: int | None = None  # its index in a tensor of all experts
+    expert: int | None = None  # its index in a tensor with all experts
     interleaved_heads: int = 0
     plus_one: bool = False
     transposed: bool = False
     is_decay: bool = False  # stored is -exp of HF's number
-    half: tuple[int, int] | None = None  # of its rows, the first or second half of each of a number of groups
+    half: tuple[int, int] | None = None  # its rows are the first or second half of each of a number of groups
     viewed: tuple[int, ...] = ()  # HF's shape, if it has a dimension of 1 more
 
     @property
@@ -96,11 +96,11 @@ class GgufModel:
     """A GGUF file read as a model of a supported architecture."""
 
     file: GgufFile
-    config: dict[str, Any]  # as config.json has it
-    sources: dict[str, Source]  # by HF name
+    config: dict[str, Any]  # config.json's content
+    sources: dict[str, Source]  # sources by HF name
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of the tensor of this HF name, rows in HF's order: [num_rows, row_bytes]."""
+        """The stored bytes of the tensor with this HF name, rows in HF's order: [num_rows, row_bytes]."""
         source = self.sources[name]
         raw = self.file.raw(source.tensor.name)
         if source.expert is not None:
@@ -111,8 +111,8 @@ class GgufModel:
             raw = raw.reshape(num_groups, 2, -1, raw.shape[1])[:, which].reshape(-1, raw.shape[1])
         if not (heads := source.interleaved_heads):
             return raw
-        # Llama's GGUF pairs RoPE's rows (0,1)(2,3)..., HF's layout pairs (0,d/2)(1,d/2+1)...; blocks of quantised
-        # weights lie within a row, so the rows move as bytes.
+        # Llama's GGUF pairs RoPE's rows (0,1)(2,3)..., HF's layout pairs (0,d/2)(1,d/2+1)...; quantised blocks
+        # lie within a row, so the rows move as bytes.
         rows = source.tensor.shape[0]
         if rows % (2 * heads):
             raise CallboardError(
@@ -193,7 +193,7 @@ def _known_sources(config: dict[str, Any], arch: Architecture, tensor: GgufTenso
         is_decay=parameter == "decay_log",
         viewed=_viewed(parameter, tensor.shape),
     )
-    num_dims = 2 if kind == "bias" else 3  # of all experts
+    num_dims = 2 if kind == "bias" else 3  # dimensions of a tensor with all experts
     is_stacked = len(tensor.shape) == num_dims and not source.viewed
     if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != is_stacked:
         raise KeyError(tensor.name)
@@ -221,7 +221,7 @@ def _kind_of(parameter: str, kind: str, weight_map: WeightMap) -> str:
 
 
 def _viewed(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return HF's shape of a tensor in which the converter changes the number of dimensions; () for others."""
+    """Return HF's shape for a tensor that gains or loses dimensions in the converter; () for others."""
     if parameter in ("k_b", "v_b") and len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     if parameter == "conv" and len(shape) == 2:
@@ -258,7 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", configs.llama_config, interleaved=True),
 }
 _OLMO_3 = Architecture("Olmo3ForCausalLM", "olmo3", configs.olmo3_config)  # an olmo2 file with windows
-# A deepseek2 file with the router of DeepSeek-V3, such as one of GLM-4.7-Flash
+# A deepseek2 file with DeepSeek-V3's router, such as GLM-4.7-Flash's
 _DEEPSEEK_3 = Architecture("DeepseekV3ForCausalLM", "deepseek_v3", configs.deepseek2_config)
 # A llama file with experts
 _MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", configs.mixtral_config, interleaved=True)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
-_HARMONY_END_TOKENS = {"<|return|>", "<|call|>", "<|endoftext|>"}  # in this format <|end|> ends a message of several
+_HARMONY_END_TOKENS = {"<|return|>", "<|call|>", "<|endoftext|>"}  # here <|end|> ends one message among several
 # Architectures in which RoPE turns a part of each head
 _PARTLY_TURNED = {"phi3", "deepseek2", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
 
@@ -161,9 +161,9 @@ def llama_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any]:
-    """`_rope_scaling` for Llama 3.1, stored as the resulting table of divisors.
+    """`_rope_scaling` for Llama 3.1, stored as the resulting divisor table.
 
-    The only free parameter of the released models is the factor, which is the table's largest entry. The table computed
+    The released models' only free parameter is the factor, which is the table's largest entry. The table computed
     from it must equal the table in the file."""
     if "rope_freqs.weight" not in file.tensors:
         return {}
@@ -172,7 +172,7 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
     if factor == 1.0:
         return {}
     not_llama3 = CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
-    if len(divisors) != -(-rope_dim // 2):  # checked before arrays of this size are allocated
+    if len(divisors) != -(-rope_dim // 2):  # checked before such arrays are allocated
         raise not_llama3
     turns = original * rope_theta ** -(np.arange(0, rope_dim, 2) / rope_dim) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -200,7 +200,7 @@ def mixtral_config(file: GgufFile) -> dict[str, Any]:
 def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     if config["rope_scaling"]["rope_type"] == "yarn":
-        config["rope_scaling"]["truncate"] = False  # of all released models
+        config["rope_scaling"]["truncate"] = False  # all released models' value
     return config | {
         **_experts(file, "num_local_experts"),
         "intermediate_size": count(file, "expert_feed_forward_length", config["intermediate_size"]),
@@ -263,7 +263,7 @@ def qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     return decoder_config(file) | {
         **_experts(file),
         "moe_intermediate_size": _expert_size(file),
-        "norm_topk_prob": True,  # of all released models
+        "norm_topk_prob": True,  # all released models' value
     }
 
 
@@ -274,12 +274,12 @@ def qwen2moe_config(file: GgufFile) -> dict[str, Any]:
         **_experts(file),
         "moe_intermediate_size": _expert_size(file),
         "shared_expert_intermediate_size": file.tensors[name].shape[0],  # older files do not state it
-        "norm_topk_prob": False,  # of all released models
+        "norm_topk_prob": False,  # all released models' value
     }
 
 
 def olmoe_config(file: GgufFile) -> dict[str, Any]:
-    return decoder_config(file) | _experts(file) | {"norm_topk_prob": False}  # of all released models
+    return decoder_config(file) | _experts(file) | {"norm_topk_prob": False}  # all released models' value
 
 
 def glm4moe_config(file: GgufFile) -> dict[str, Any]:
@@ -294,11 +294,11 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     del config["partial_rotary_factor"], config["head_dim"], config["num_key_value_heads"]
     rope_dim = count(file, "rope.dimension_count")
-    # Newer files state the sizes of a head by keys of their own, as key_length is that of the cache.
+    # Newer files state a head's sizes by their own keys, as key_length is the cache's.
     end = "" if stored(file, "attention.key_length_mla") is None else "_mla"
     head_dim, value_dim = (count(file, f"attention.{n}_length{end}") for n in ("key", "value"))
     if (scaling := config["rope_scaling"])["rope_type"] == "yarn":
-        # The converter of this architecture multiplies by 0.1.
+        # This architecture's converter multiplies by 0.1.
         factor = value(file, "rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
     experts: dict[str, Any] = {"n_routed_experts": 0}
@@ -318,7 +318,7 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _grouped_experts_config(file: GgufFile) -> dict[str, Any]:
-    """The fields of mixtures with groups of experts, a choice bias and dense first layers."""
+    """The fields for mixtures with expert groups, a choice bias and dense first layers."""
     return {
         **_experts(file, "n_routed_experts"),
         "moe_intermediate_size": count(file, "expert_feed_forward_length"),
@@ -424,5 +424,5 @@ def lfm2moe_config(file: GgufFile) -> dict[str, Any]:
         "moe_intermediate_size": count(file, "expert_feed_forward_length"),
         "num_dense_layers": value(file, "leading_dense_block_count", int, 0),
         "use_expert_bias": any(".exp_probs_b" in name for name in file.tensors),
-        "norm_topk_prob": True,  # of all released models
+        "norm_topk_prob": True,  # all released models' value
     }

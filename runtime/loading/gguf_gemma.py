@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as a config.json, for the architectures of Gemma."""
+"""A GGUF file's metadata as a config.json, for Gemma's architectures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gemma4_config(file: GgufFile) -> dict[str, Any]:
         kv_heads = [count(file, "attention.head_count_kv", num_heads)] * num_layers
     sliding = kinds.index(True) if True in kinds else 0
     widths = ffn if isinstance(ffn, list) and ffn else [count(file, "feed_forward_length")]
-    partial = 1.0  # of each half of a head; the table divides the other frequencies by a huge number
+    partial = 1.0  # share of each half head; the table divides the other frequencies by a huge number
     if "rope_freqs.weight" in file.tensors:
         partial = float((table(file, "rope_freqs.weight") < 1e20).mean())
     ropes = {

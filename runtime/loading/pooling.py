@@ -19,7 +19,7 @@ class PoolingFiles(NamedTuple):
     """The pooling in the files of a model."""
 
     pooling: Pooling
-    # The score is the logit of the first of these tokens, minus the logit of the second if there are two.
+    # The score is the first token's logit, minus the second token's logit if there are two.
     label_ids: tuple[int, ...] = ()
 
 

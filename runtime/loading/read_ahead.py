@@ -1,4 +1,4 @@
-"""Reads files ahead of their use into the system's page cache, while tensors of earlier bytes are unpacked.
+"""Reads files ahead of their use into the system's page cache, while earlier tensors are unpacked.
 
 Without it, a mapped file is read when its pages are touched, and the disk idles while a CPU packs weights."""
 
@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-_AHEAD = 1 << 30  # bytes between the reads of this module and the tensor that is read
+_AHEAD = 1 << 30  # bytes between this module's reads and the tensor that is read
 _CHUNK = 8 << 20
 _THREADS = 2
 _PAGE = 4096
@@ -37,7 +37,7 @@ class ReadAhead:
             for at in range(start, stop, _CHUNK)
         ]
         ends = accumulate(chunk.stop - chunk.start for chunk in chunks)
-        self._ends = list(zip(chunks, ends, strict=True))  # with the bytes up to the end of each
+        self._ends = list(zip(chunks, ends, strict=True))  # each chunk with the bytes up to its end
         self._starts = {(chunk.path, chunk.start): end - (chunk.stop - chunk.start) for chunk, end in self._ends}
         self._next, self._used, self._is_closed = iter(self._ends), 0, False
         self._changed = threading.Condition()

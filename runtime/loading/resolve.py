@@ -20,8 +20,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runtime.base.types import CallboardError
+from runtime.loading.adapter_files import CONFIG
 from runtime.loading.folder import INDEX_NAME, weight_files
-from runtime.loading.sources.cloud import cloud_folder
+from runtime.loading.sources.cloud import cloud_folder, has_file
 from runtime.loading.sources.download import check_space, locked
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.hub import hub_model
@@ -86,6 +87,12 @@ def resolve_adapter(path: str) -> str:
     """Return the folder of an adapter, after fetching it if `path` is in a bucket. Raises CallboardError."""
     name = cloud_name(path)
     return path if name is None else str(cloud_folder(name, cache_folder(), progress=False))
+
+
+def has_adapter(path: str) -> bool:
+    """True if a folder, also of a bucket, has an adapter. Raises CallboardError if the bucket is out of reach."""
+    name = cloud_name(path)
+    return Path(path, CONFIG).is_file() if name is None else has_file(name, CONFIG, cache_folder())
 
 
 def _local(path: Path, weights: bool) -> Path:

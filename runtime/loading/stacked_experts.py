@@ -1,15 +1,15 @@
-"""Tensors of all experts of a layer are read as a weight of each expert E.
+"""A tensor with all a layer's experts is read as one weight for each expert E.
 
 Transformers 5 stores, for most families:
 
 - `X.experts.gate_up_proj` [experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
 - `X.experts.down_proj` [experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
-Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`. Granite has
+Block scales have the same names with a suffix, such as `X.experts.down_proj_scale_inv`. Granite has
 `X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place.
 
-gpt-oss has rows of gate and up in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
-have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and `_scales` of mxfp4."""
+gpt-oss has gate and up rows in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
+have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and mxfp4's `_scales`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ import torch
 
 _GRANITE = re.compile(r"(.*\bblock_sparse_moe)\.(input|output)_linear\.weight")
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj(_scale_inv|_blocks|_scales|_bias)?")
-_IN_TURN = {"_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}  # suffixes of gpt-oss
+_IN_TURN = {"_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}  # gpt-oss's suffixes
 _NUM_DIMS = {"_bias": 2, "_blocks": 4}
 
 
 class Place(NamedTuple):
-    """The rows of one expert in a tensor of all experts."""
+    """One expert's rows in a tensor with all experts."""
 
     expert: int
     start: int
     stop: int
     step: int = 1
-    transposed: bool = False  # the tensor has [in, out] of each expert
+    transposed: bool = False  # the tensor has [in, out] for each expert
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the rows."""
@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return (own.t() if self.transposed else own)[self.start : self.stop : self.step]
 
     def shape(self, stacked: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the rows in a tensor of this shape."""
+        """Return the rows' shape in a tensor with this shape."""
         shape = stacked[:0:-1] if self.transposed else stacked[1:]
         return (len(range(self.start, self.stop, self.step)), *shape[1:])
 

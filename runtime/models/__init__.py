@@ -32,8 +32,8 @@ from runtime.models.families.defaults import with_defaults
 from runtime.models.weight_map import WeightMap
 from runtime.quant import has_fp8_kv_cache, parse_schemes
 
-CLASSIFIER = "score.weight"  # [num_labels, hidden] of the last token's hidden state
-_MODEL = "model."  # before the names of a decoder that was saved with its head
+CLASSIFIER = "score.weight"  # [num_labels, hidden], applied to the last token's hidden state
+_MODEL = "model."  # precedes the names in a decoder that was saved with its head
 _WITHOUT_HEAD = re.compile("(Model|ForSequenceClassification)$")
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
@@ -42,7 +42,7 @@ class ChatForm(NamedTuple):
     """What a published chat template was found to write."""
 
     template: str  # which one
-    tools: str  # the format of tool calls, a value of --tool-call-parser; generic if the template is without tools
+    tools: str  # the tool-call format, a value of --tool-call-parser; generic if the template lacks tools
     reasons: bool = False  # the model may write reasoning before its answer
 
 
@@ -51,20 +51,20 @@ class Family:
     """One architecture as people know it, and how its checkpoints are read."""
 
     models: str  # the published models that it stands for
-    example: str  # one of them on the Hugging Face hub
-    decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
+    example: str  # one model on the Hugging Face hub
+    decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # reads a config.json
     weight_map: WeightMap
     verified: str = _RANDOM  # what was compared, and with what
-    chats: tuple[ChatForm, ...] = ()  # of published models; empty without a template
+    chats: tuple[ChatForm, ...] = ()  # published models' forms; empty without a template
 
 
-_GEMMA4_CHATS = tuple(  # in the order of their publication
+_GEMMA4_CHATS = tuple(  # ordered by publication
     ChatForm(name, "gemma4", reasons=True) for name in ("gemma4-release", "gemma4-revised", "gemma4")
 )
 _MISTRAL_V11 = ChatForm("mistral-v11", "mistral_v11")
 _MINISTRAL3_REASONING = ChatForm("ministral-3", "mistral_v11", reasons=True)
 _QWEN35 = ChatForm("qwen3.5", "qwen3_coder", reasons=True)
-FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
+FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectures`
     "DeepseekV2ForCausalLM": Family(
         "DeepSeek V2, V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", deepseek.v2_decoder_spec, deepseek.WEIGHT_MAP,
         chats=(ChatForm("deepseek-v2", "generic"),),
@@ -262,7 +262,7 @@ def load_spec(
         weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
         weight_map, stored = replace(weight_map, base=_MODEL), ""
     if weight_map.base.startswith(_MODEL) and tensors and not any(t.startswith(weight_map.base) for t in tensors):
-        weight_map = replace(weight_map, base=_MODEL)  # the text part alone, of a model with images
+        weight_map = replace(weight_map, base=_MODEL)  # only the text part of a model with images
     if stored != name and weight_map.names["head"] not in tensors:  # it was saved without its head
         spec = replace(spec, tied_head=True, makes_text=spec.tied_head and not stored)
         weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|{CLASSIFIER}")

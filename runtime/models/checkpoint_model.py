@@ -24,14 +24,14 @@ _COMPARED_AT_ONCE = 1 << 24  # numbers
 _MOST_NAMED = 4  # tensors in a message
 # Tensors that hold no weights, or that another reader knows
 _NO_WEIGHTS = re.compile(rf".*rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias|{re.escape(CLASSIFIER)}|{KV_SCALES}")
-_PART = re.compile(r"(?:model\.)?((?:layers|blk)\.\d+|\w+)")  # the part of a model in a tensor's name
+_PART = re.compile(r"(?:model\.)?((?:layers|blk)\.\d+|\w+)")  # the model's part in a tensor's name
 
 
 def checkpoint_model(config: Mapping[str, Any], source: TensorSource) -> tuple[DecoderSpec, WeightMap]:
-    """Return the spec of a checkpoint, and how it stores the spec. Raises CallboardError as `load_spec`.
+    """Return a checkpoint's spec, and how it stores the spec. Raises CallboardError as `load_spec`.
 
-    A head of its own is read although the config calls it tied, as transformers does. A file may have the tied matrix
-    under the head's name alone."""
+    A separate head is read although the config calls it tied, as transformers does. A file may have the tied matrix
+    only under the head's name."""
     names = source.names()
     spec, weight_map = load_spec(config, names)
     if not spec.tied_head:
@@ -92,7 +92,7 @@ class UnusedTensors(NamedTuple):
 def unused_tensors(
     spec: DecoderSpec, weight_map: WeightMap, source: TensorSource, locations: Mapping[str, Location]
 ) -> UnusedTensors:
-    """Return the tensors that no location has. Without an effect are copies of a tied head, and biases of zeros."""
+    """Return the tensors that no location has. Copies of a tied head and zero biases have an effect on nothing."""
     format_of, cpu = weight_formats(spec.whole, None), torch.device("cpu")
     used = {name for parameter, location in locations.items() for name in format_of(parameter).stored(location)}
     found = UnusedTensors([], [])

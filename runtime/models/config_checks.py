@@ -1,6 +1,6 @@
-"""Checks of a config.json: a table of the fields that become sizes, counts and factors, with their bounds.
+"""Checks of a config.json: a table of fields that become sizes, counts and factors, with their bounds.
 
-A model's folder comes from anywhere. Without this, a wrong value is a traceback, or gigabytes of names of layers, or
+A model's folder comes from anywhere. Without this, a wrong value is a traceback, or gigabytes of layer names, or
 weights that load and give garbage.
 """
 
@@ -16,7 +16,7 @@ from runtime.base.types import CallboardError
 
 _WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(0, 1 << 12), Bounds(1, 1 << 30)
 _POSITIVE = Bounds(above=0)
-_NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether it is a whole number
+_NUMBERS: dict[str, tuple[Bounds, bool]] = {  # each field's bounds, and whether it is a whole number
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (Bounds(1, 1000), True)),
     **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), (_WIDTH, True)),
     **dict.fromkeys(("shared_intermediate_size",), (_WIDTH, True)),

@@ -1,4 +1,4 @@
-"""ForwardBatch: the tokens of one forward pass, and the places of their keys and values."""
+"""ForwardBatch: one forward pass's tokens, and the places for their keys and values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.kernels.states.state_rows import StateRows
 
 
 class AttentionMetadata(Protocol):
-    """The keys that each token of a step attends to, in the form of one attention backend. Steps of this backend make
+    """The keys that each token in a step attends to, in one attention backend's form. The backend's steps make
     it once, and its attention reads it in all layers."""
 
     num_tokens: int
 
 
 class GroupRows(NamedTuple):
-    """A step's tokens in the blocks of one group of layers."""
+    """A step's tokens in one layer group's blocks."""
 
     kv_index: torch.Tensor  # [num_tokens] the place of each token's k and v: block * block_size + offset
     attention: AttentionMetadata
@@ -31,6 +31,6 @@ class ForwardBatch:
 
     token_ids: torch.Tensor  # [num_tokens] int64, or int32 on a GPU, as all below
     positions: torch.Tensor  # [num_tokens]
-    groups: Sequence[GroupRows]  # of the KV cache's layers
-    adapters: torch.Tensor | None = None  # [num_tokens] index of each token's adapter or 0; None if all are 0
+    groups: Sequence[GroupRows]  # groups of the KV cache's layers
+    adapters: torch.Tensor | None = None  # [num_tokens] each token's adapter index or 0; None if all are 0
     states: StateRows | None = None  # the step's rows, for a model with states

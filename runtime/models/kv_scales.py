@@ -1,4 +1,4 @@
-"""Scales of keys and values that a checkpoint brings for a KV cache of 8 bits, as exporters name them."""
+"""Scales for keys and values that a checkpoint brings for an 8-bit KV cache, as exporters name them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
     if not found:
         return None
     scales = torch.ones(spec.num_layers, 2, max(layer.mixer.num_kv_heads for layer in spec.layers))
-    for match in sorted(found, key=lambda match: match[2] != "kv"):  # one for both gives way to one of each
+    for match in sorted(found, key=lambda match: match[2] != "kv"):  # one for both gives way to one each
         own = source.tensor(match[0], torch.float32, scales.device).flatten()
         layer = int(match[1])
         num_heads = spec.layers[layer].mixer.num_kv_heads
@@ -47,7 +47,7 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
 
 
 def scales_of_rank(scales: torch.Tensor, spec: DecoderSpec) -> torch.Tensor:
-    """The scales of a rank's heads: the first ones of each layer."""
+    """The scales for a rank's heads: each layer's first ones."""
     firsts = torch.tensor([spec.first_kv_head(i) for i in range(spec.num_layers)])
     heads = firsts[:, None] + torch.arange(max(layer.mixer.num_kv_heads for layer in spec.layers))
     return scales.gather(2, heads.clamp(max=scales.shape[2] - 1)[:, None].expand(-1, 2, -1))

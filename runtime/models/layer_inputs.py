@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 4): each layer has an embedding of tokens of its own, and adds a part of it."""
+"""Per-layer embeddings (Gemma 4): each layer has its own token embedding, and adds a part of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from runtime.kernels.linear.linear_torch import Linear, Norm
 
 @dataclass(frozen=True, slots=True)
 class LayerEmbedding:
-    """The inputs of all layers: the mean of an embedding of the tokens and of a map of the first hidden states.
+    """All layers' inputs: the mean of a token embedding and a projection of the first hidden states.
 
-    Factors are in the weights: each summand has a factor of 0.5 ** 0.5, and the embedding one of width ** 0.5, too."""
+    Factors are in the weights: each summand has the factor 0.5 ** 0.5, and the embedding also width ** 0.5."""
 
     lookup: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, num_layers * width]
-    map: Linear  # of the hidden states
-    map_norm: torch.Tensor  # [width] float32, of each layer's part of the map
+    map: Linear  # projects the hidden states
+    map_norm: torch.Tensor  # [width] float32, norms each layer's part of the map
     width: int
     norm: Norm
     eps: float

@@ -1,4 +1,4 @@
-"""DecoderAdapters: room for adapters (LoRA) beside each fused linear map, and the map for each module of a file."""
+"""DecoderAdapters: room for adapters (LoRA) on each fused linear map, and the map for each module in a file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from runtime.models.linear_maps import row_order
 from runtime.models.weight_map import WeightMap
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
-AdaptersOfMaps = dict[str, Adapters]  # by the fused name of a layer's linear map
+AdaptersOfMaps = dict[str, Adapters]  # key: the fused name of a layer's linear map
 
 
 class DecoderAdapters(NamedTuple):
     """The adapters of all layers."""
 
     layers: list[AdaptersOfMaps]
-    results: torch.Tensor  # of all maps
+    results: torch.Tensor  # all maps' results
     add: AddAdapters
 
     def adapted(self, layers: Sequence[Layer], rows: torch.Tensor) -> list[Layer]:
         """The layers for a step. `rows` [num_tokens] has the adapter index of each token."""
         if len(rows) == 1:
-            self.results.fill_(EMPTY_WORD)  # the kernels of one row wait for words that are not empty
+            self.results.fill_(EMPTY_WORD)  # one-row kernels wait for words that are not empty
         return [self._adapted_layer(layer, of, rows) for layer, of in zip(layers, self.layers, strict=True)]
 
     def _adapted_layer(self, layer: Layer, of: AdaptersOfMaps, rows: torch.Tensor) -> Layer:
@@ -63,10 +63,9 @@ class MapPart(NamedTuple):
 
 
 def adapted_linears(spec: DecoderSpec, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The fused maps of a layer that may have adapters, with the (out, in) shapes of their parts. Maps of experts may
-    not."""
-    of_experts = ("gate_up", "down") if spec.layers[layer].ffn.experts else ()
-    return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in of_experts}
+    """A layer's fused maps that may have adapters, with their parts' (out, in) shapes. Experts' maps may not."""
+    expert_maps = ("gate_up", "down") if spec.layers[layer].ffn.experts else ()
+    return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in expert_maps}
 
 
 def make_decoder_adapters(
@@ -83,16 +82,16 @@ def make_decoder_adapters(
         }
         for layer in range(spec.num_layers)
     ]  # fmt: skip
-    of_maps = [one.results for layer in layers for one in layer.values()]
-    results = torch.cat(of_maps)
-    views = iter(results.split([len(own) for own in of_maps]))
+    map_results = [one.results for layer in layers for one in layer.values()]
+    results = torch.cat(map_results)
+    views = iter(results.split([len(own) for own in map_results]))
     return DecoderAdapters(
         [{name: one._replace(results=next(views)) for name, one in layer.items()} for layer in layers], results, add
     )
 
 
 def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int, num_tokens: int) -> int:
-    """Bytes of that room, and of its results in a step of `num_tokens`."""
+    """Bytes of that room, and of its results in a step with `num_tokens`."""
     if not max_loras:
         return 0
     rank = padded_rank(max_rank)
@@ -123,7 +122,7 @@ def short_name(module: str) -> str:
 def write_adapter(
     layers: list[AdaptersOfMaps], spec: DecoderSpec, index: int, matrices: Mapping[MapPart, Callable[[], Matrices]],
 ) -> None:  # fmt: skip
-    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed."""
+    """Write a rank's share of the whole model's matrices as adapter `index`. Each is read when it is needed."""
     for layer, maps in enumerate(layers):
         for name, parts in adapted_linears(spec, layer).items():
             read = [matrices.get(MapPart(layer, name, part)) for part in parts]
@@ -135,8 +134,8 @@ def write_adapter(
 
 
 def of_rank(spec: DecoderSpec, parameter: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
-    """A rank's share of A and B. A rank with some outputs of the weight has their rows of B; a rank with some inputs
-    has their columns of A."""
+    """A rank's share of A and B. A rank with some outputs has their rows in B; a rank with some inputs
+    has their columns in A."""
     own = parts_of(spec, parameter)
     if not own:
         return a, b

@@ -1,6 +1,6 @@
-"""The published shapes of some models, as parts of their config.json.
+"""Some models' published shapes, as parts of their config.json.
 
-`callboard models NAME` computes memory from them, and the benchmarks make random models of them."""
+`callboard models NAME` computes memory from them, and the benchmarks make random models from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The linear maps of a rank in a tensor-parallel group: subclasses of LinearMaps.
+"""A rank's linear maps in a tensor-parallel group: subclasses of LinearMaps.
 
 `sharded` is the only place that chooses: a decoder and its layers do not depend on ranks or leaves.
 """
@@ -34,7 +34,7 @@ def sharded(maps: LinearMaps, communicator: Communicator, rank_invariant: bool) 
 
 
 class RankMaps(LinearMaps):
-    """Maps of one rank's share of the weights. The results of SUMS are summed over ranks."""
+    """Maps for one rank's share of the weights. The results of SUMS are summed over ranks."""
 
     def __init__(self, maps: LinearMaps, communicator: Communicator) -> None:
         super().__init__(maps.spec, maps.kernels, maps.format_of, maps.read)
@@ -58,7 +58,7 @@ class RankMaps(LinearMaps):
         return HeadsNorm(weights, self.spec.norm_eps, None, self.communicator)
 
     def _lengths_of_sums(self, name: str, weight: torch.Tensor) -> list[int]:
-        """The lengths of the pieces of a norm's sum."""
+        """The lengths of the pieces in a norm's sum."""
         return [len(weight)]
 
     def embedding(self, name: str = "embed") -> Embedding:
@@ -118,7 +118,7 @@ class LeafMaps(RankMaps):
         return [leaf.stop - leaf.start for leaf in leaves_of(self.spec, name)]
 
     def _input_leaves(self, prefix: str, name: str) -> list[tuple[int, Product]]:
-        """The leaves of a map of some inputs, with the number of their inputs."""
+        """The leaves of a map with some inputs, each with its number of inputs."""
         parameter = f"{prefix}{name}.weight"
         leaves = leaves_of(self.spec, parameter)
         weights = [self.read(parameter, leaf) for leaf in leaves]

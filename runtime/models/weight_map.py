@@ -15,18 +15,16 @@ _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weigh
 class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
-    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
-    shared experts, which have one tensor together (sharding.place_in_tensor), are such as shared.up. Keys of the first
-    layers of a mixture, with an ordinary feed-forward layer, are such as dense.up. A family of models
-    with experts and models without them has keys of experts such as routed.up."""
+    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys for
+    shared experts, which have one tensor together (sharding.place_in_tensor), are such as shared.up. Keys for a
+    mixture's first layers, with an ordinary feed-forward layer, are such as dense.up. A family that has
+    models with and without experts has expert keys such as routed.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
     transposed: bool = False  # linear maps are stored as [in, out]
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
-    experts_in_turn: bool = (
-        False  # tensors of all experts have rows of gate and up in turn (loading/stacked_experts.py)
-    )
+    experts_in_turn: bool = False  # tensors with all experts have gate and up rows in turn (loading/stacked_experts.py)
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
@@ -34,7 +32,7 @@ class WeightMap:
         return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
 
     def tensors_of(self, spec: DecoderSpec) -> dict[str, list[str]]:
-        """Every tensor, without `base` -> its parameters of the spec, in the order of their parts."""
+        """Map every tensor, without `base`, to the spec's parameters in it, in the order of their parts."""
         found: dict[str, list[str]] = {}
         for parameter, name in self.names_of(spec).items():
             found.setdefault(name, []).append(parameter)

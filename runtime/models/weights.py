@@ -24,15 +24,15 @@ from runtime.quant.weight_format import DENSE, Location, Tensors, TensorSource, 
 
 
 class ReadWeight(Protocol):
-    """Reads the rank's part of a parameter of `spec.shapes()` by name, on the device; with `part`, that part of the
+    """Reads the rank's part of a parameter in `spec.shapes()` by name, on the device; with `part`, that part of the
     whole parameter."""
 
     def __call__(self, parameter: str, part: Part | None = None, /) -> HeldWeight: ...
 
 
 logger = logging.getLogger(__name__)
-_REPORT_S = 10.0  # between two reports of a load
-_TRIMMED_AFTER = 1 << 28  # bytes of weights
+_REPORT_S = 10.0  # seconds between two reports on a load
+_TRIMMED_AFTER = 1 << 28  # weight bytes
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 _IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias", ".sinks")  # read in float32
 
@@ -85,9 +85,9 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
 
 
 class LoadProgress:
-    """Reports the progress of a load, with the seconds that are left.
+    """Reports a load's progress, with the seconds that are left.
 
-    On a CPU it also returns freed memory to the system: glibc keeps holes between tensors that may add half of the
+    On a CPU it also returns freed memory to the system: glibc keeps holes between tensors that may add half the
     model's size."""
 
     def __init__(self, spec: DecoderSpec, numerics: Numerics) -> None:
@@ -101,7 +101,7 @@ class LoadProgress:
         """The same reader, with reports."""
 
         def reported(parameter: str, part: Part | None = None) -> HeldWeight:
-            size = self._sizes.pop(parameter, 0)  # of its first part
+            size = self._sizes.pop(parameter, 0)  # counted at its first part
             self._done += size
             self._untrimmed += size
             if self._trim is not None and self._untrimmed > _TRIMMED_AFTER:
@@ -143,7 +143,7 @@ def reader(
         if part is not None:
             location = location.within((part,))
         weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
-        adds_one = weight_map.adds_one(parameter)  # in fp32: 1 + w has more digits than w
+        adds_one = weight_map.adds_one(parameter)  # fp32, because 1 + w has more digits than w
         is_wide = adds_one or parameter.endswith(_IN_FLOAT32)
         tensors = weight_format.read(source, location, wide if is_wide else numerics)
         return HeldWeight((parameter,), weight_format, (tensors[0] + 1.0,) if adds_one else tensors)
@@ -152,15 +152,15 @@ def reader(
 
 
 def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
-    """Draws random weights from a seed in the order of the calls, scaled so that activations keep their size. Ranks
-    draw all of a parameter and keep their part, so that they have parts of one model.
+    """Draws random weights from a seed in call order, scaled so that activations keep their size. Ranks
+    draw a whole parameter and keep their part, so that they have parts of one model.
 
     A CPU draws the same weights for every device. Large models are drawn on their device: a CPU needs minutes."""
     shapes, format_of = spec.whole.shapes(), weight_formats(spec, numerics)
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    dense = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
+    dense = dict[str, torch.Tensor]()  # a parameter's parts are read one after another
     quantized = dict[str, Tensors]()
 
     def read(parameter: str, part: Part | None = None) -> HeldWeight:

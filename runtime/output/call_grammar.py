@@ -1,9 +1,9 @@
-"""The grammar that the tool calls of an output must follow. It depends on the place where calls may begin:
+"""The grammar that an output's tool calls must follow. It depends on where calls may begin.
 
-forced          the prompt ends with the opening of a call; the output continues it
-beside JSON     the output is a JSON answer or calls
+forced          the prompt ends with a call's opening; the output continues it
+or JSON         the output is a JSON answer or calls
 at the start    a text without a mark that begins like a call is one
-after a mark    calls follow a mark, at any place of the text
+after a mark    calls follow a mark, anywhere in the text
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def with_calls(
 ) -> RequestedGrammar | None:
     """Return the grammar of an output that may hold calls; None if the output is free.
 
-    Without a forced call, a grammar is needed only for strict tools, for tools with their own grammar, and for content
-    in JSON. Arguments fit their schema. For a tool that is not strict, any object is valid if the schema is not
+    Without a forced call, a grammar is needed only for strict tools, tools with their own grammar, and JSON
+    content. Arguments fit their schema. For a tool that is not strict, any object is valid if the schema is not
     supported. Any text is valid if the format writes arguments one by one and cannot express the schema.
 
     Args:
-        answer: the grammar of the content; None if it is free.
-        form: the model's format of calls.
+        answer: the content's grammar; None if it is free.
+        form: the model's call format.
         forced: the call that the prompt begins; None if the model may choose.
         most_calls: the highest number of calls; None if unlimited.
         special_marks: the marks that are special tokens, and their ids.
@@ -94,7 +94,7 @@ def _not_strict(tools: Sequence[AnyTool], index: int, where: str) -> FieldError:
 
 @dataclass(frozen=True, slots=True)
 class _CallGrammar:
-    """The grammar of calls of `tools` in one format."""
+    """The grammar for calls to `tools` in one format."""
 
     tools: Sequence[AnyTool]
     form: ToolFormat
@@ -110,7 +110,7 @@ class _CallGrammar:
         calls = self.calls(None)
         calls.begin, calls.answer = self.form.opening(None), answer.spec.text
         requested = _requested(calls, strict=answer.spec.strict, field=answer.field)
-        of = answer.spec  # with the reasoning before it
+        of = answer.spec  # includes the reasoning before it
         return replace(requested, spec=replace(requested.spec, after=of.after, special=of.special, opens=of.opens))
 
     def at_start(self, no_text: list[str]) -> RequestedGrammar:
@@ -134,7 +134,7 @@ class _CallGrammar:
         return form.last_mark in self.special_marks or self._is_text(*reasoning.TOKENS, form.begin)
 
     def bare_calls(self, thinks: bool) -> list[str]:
-        """Return the regular expressions of texts that are read as calls without a mark; none if there are none.
+        """Return regular expressions for texts that are read as calls without a mark; none if there are none.
 
         A free text must match none of them."""
         if thinks or not self.form.bare:
@@ -153,7 +153,7 @@ class _CallGrammar:
     # ---- the calls --------------------------------------------------------------------------------------------------
 
     def calls(self, name: str | None, is_forced: bool = False) -> Calls:
-        """Return the grammar from within the first call on: of the function `name`, or of any (None)."""
+        """Return the grammar from within the first call on: the function `name`, or any (None)."""
         form = self.form
         tools = [tool for tool in self.tools if name in (None, tool.function.name)]
         written = {tool.function.name: form.written(tool.function.name) for tool in tools}

@@ -16,16 +16,16 @@ _CHANNELS: tuple[Place, ...] = ("analysis", "commentary", "final")
 
 
 def channel_marks(tokenizer: Tokenizer) -> dict[str, int] | None:
-    """Return the ids of the marks of channels; None unless all are special tokens. A vocabulary may lack <|return|>."""
+    """Return the channel marks' ids; None unless all are special tokens. A vocabulary may lack <|return|>."""
     ids = {mark: tokenizer.token_to_id(mark) for mark in CHANNEL_MARKS}
     marks = {mark: i for mark, i in ids.items() if i is not None and i in tokenizer.special_ids}
     return marks if marks.keys() >= set(CHANNEL_MARKS) - {"<|return|>"} else None
 
 
 def place_of(begun: str) -> Place | None:
-    """Return the place where a prompt ends. `begun` is its part after the last beginning of the model's turn.
+    """Return the place where a prompt ends. `begun` is its part after the model's turn last began.
 
-    None stands for any other place, such as a half of a header."""
+    None means any other place, such as half a header."""
     *_, last = begun.rpartition("<|start|>")
     if last != begun:  # another turn has begun since
         return "boundary" if last.rstrip().endswith(END_MARKS) else None
@@ -40,10 +40,10 @@ def place_of(begun: str) -> Place | None:
 def channel_grammar(
     options: ChatOptions, marks: dict[str, int], place: Place, reasons: bool, most_calls: int | None
 ) -> RequestedGrammar:
-    """Return the grammar of a turn that goes on from `place`.
+    """Return the grammar of a turn that continues from `place`.
 
     Args:
-        marks: the ids of the marks.
+        marks: the marks' ids.
         reasons: the turn may have reasoning.
         most_calls: the highest number of calls; None if unlimited."""
     answer, tools = options.requested_grammar(), options.offered_tools()

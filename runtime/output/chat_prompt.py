@@ -1,4 +1,4 @@
-"""The prompt of a chat, and the grammar and the format of the output that follows it."""
+"""A chat's prompt, and the grammar and format of the output that follows it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.text.tool_calls.harmony import FINAL, HARMONY, HARMONY_TOKENS, STAR
 from runtime.text.tool_calls.parser import SPECIAL
 
 _SWITCHES = "enable_thinking", "thinking"
-_SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
+_SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # reasoning switches in a template
 
 # gpt-oss has three efforts. For none, the grammar leaves out the analysis, too.
 _EFFORTS_OF_CHANNELS: dict[Effort, str] = {
@@ -40,7 +40,7 @@ class ChatPrompt:
     """The prompt of one chat."""
 
     text: str
-    message_format: MessageFormat | None  # the format of the output; None if all of it is content
+    message_format: MessageFormat | None  # the output's format; None if all is content
     encode: Callable[[str, bool], list[int]]  # the ids of `source`, with or without the tokens around a text
     source: str  # `text`, or its form for `encode` where a client's texts spell control tokens
 
@@ -61,7 +61,7 @@ class ChatPrompter:
 
     @property
     def tool_call_format(self) -> str | None:
-        """The name of the format of tool calls; None if there is none. The first access runs a child process."""
+        """The tool-call format's name; None if there is none. The first access runs a child process."""
         return name_of(self._template.tool_format)
 
     @property

@@ -17,7 +17,7 @@ from runtime.base.types import CallboardError
 class FieldError(CallboardError):
     """A field is invalid; the sentence names it."""
 
-    is_sent = False  # True if the sentence has the client's name of the field, not a chat's
+    is_sent = False  # True if the sentence has the client's name for the field, not a chat's
 
     def __init__(self, field: str, sentence: str) -> None:
         super().__init__(field, sentence)  # pickle needs both
@@ -51,12 +51,12 @@ def fault_of(path: str, fault: ErrorDetails) -> FieldError:
 
 
 def path_of(fault: ErrorDetails) -> str:
-    """Return the path of a fault that pydantic found, without the tags of unions, which begin with "<"."""
+    """Return the path of a fault that pydantic found, without union tags, which begin with "<"."""
     return shortened(".".join(str(at) for at in fault["loc"] if not str(at).startswith("<")))
 
 
 class Options(BaseModel):
-    """An object of a request without unknown fields. Null as the value of an optional field is its absence."""
+    """A request's object without unknown fields. Null in an optional field means that it is absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -67,12 +67,12 @@ class Options(BaseModel):
         while inner["type"] != "model-fields":
             inner = inner["schema"]
         for name, field in cls.model_fields.items():
-            of_field = inner["fields"][name]["schema"]
-            if not field.is_required() and field.default is not None and "metadata" not in of_field:
-                of_null = partial(_not_null, field)
-                accepted = core_schema.nullable_schema(of_field["schema"])
-                of_field["schema"] = core_schema.no_info_after_validator_function(of_null, accepted)
-                of_field["metadata"] = {"null": "absence"}  # the schema of a nested model comes here again
+            field_schema = inner["fields"][name]["schema"]
+            if not field.is_required() and field.default is not None and "metadata" not in field_schema:
+                check_null = partial(_not_null, field)
+                accepted = core_schema.nullable_schema(field_schema["schema"])
+                field_schema["schema"] = core_schema.no_info_after_validator_function(check_null, accepted)
+                field_schema["metadata"] = {"null": "absence"}  # a nested model's schema comes here again
         return schema  # type: ignore[no-any-return]
 
     def check(self) -> None:

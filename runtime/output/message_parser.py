@@ -17,28 +17,28 @@ from runtime.text.tool_calls.plain_calls import PlainCalls
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The parts that the output of a request may have beside content, and the part that its prompt has begun."""
+    """The parts that a request's output may have besides content, and the part that its prompt has begun."""
 
     thinks: bool  # it may begin with reasoning
     in_reasoning: bool  # the prompt ends within reasoning
     shows_reasoning: bool
     tools: ToolFormat | None  # None if calls are not parsed
-    functions: Mapping[str, Any]  # callable ones, with the JSON Schemas of their arguments
+    functions: Mapping[str, Any]  # callable functions, with their arguments' JSON Schemas
     most_calls: int | None
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
     before_special: str = ""  # precedes each of these tokens in the text
     reasoning_marks: Marks = THINK
     begun: str = ""  # the part of a turn in channels that the prompt ends with
-    budget: ThinkingBudget | None = None  # of reasoning
+    budget: ThinkingBudget | None = None  # limit for reasoning
     is_held: bool = False  # a grammar holds the channels
-    may_open: bool = False  # the output may begin with the opening mark of reasoning
+    may_open: bool = False  # the output may begin with reasoning's opening mark
     custom_tools: frozenset[str] = frozenset()  # functions with one argument, a text
-    reads_plain_calls: bool = False  # calls in the content, without the marks of the format, are calls
+    reads_plain_calls: bool = False  # calls in the content, without the format's marks, are calls
 
 
 class ParsedMessage(NamedTuple):
-    """The additions of a piece of text to a message."""
+    """What a piece of text adds to a message."""
 
     content: str
     reasoning: str
@@ -57,20 +57,19 @@ class MessageParser:
             if form.reads_plain_calls:
                 self._calls.content = PlainCalls(form.functions, self._calls.call)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
-        self._num_begun = len(form.begun)  # characters of the prompt
+        self._num_begun = len(form.begun)  # characters in the prompt
         if self._channels is not None:
             self._channels.needs_header = form.is_held
         if self._channels is not None and form.begun:
             self._channels.push(form.begun)
             self._channels.new_reasoning()
-        self._reasoning = self._channels or self._splitter  # the parser of reasoning
+        self._reasoning = self._channels or self._splitter  # the reasoning parser
         self.has_called = False
-        # The ends of tokens that may be reasoning; None if none may.
+        # Ends of tokens that may be reasoning; None if none may.
         self._ends: list[int] | None = None if self._reasoning is None else []
 
     def num_reasoning_tokens(self, ends: list[int], is_last: bool) -> int:
-        """Return the number of further tokens that are certainly reasoning. `ends` are the ends of the pushed
-        tokens."""
+        """Return how many further tokens are certainly reasoning. `ends` are the pushed tokens' ends."""
         if self._ends is None or self._reasoning is None:
             return 0
         self._ends += ends

@@ -52,9 +52,9 @@ class OutputOptions(Options):
 
 
 class ChatOptions(OutputOptions):
-    """The options of a chat's answer.
+    """The options for a chat's answer.
 
-    With `tool_choice` "required" or a function, the prompt ends with the beginning of a call, and a grammar binds the
+    With `tool_choice` "required" or a function, the prompt ends with a call's beginning, and a grammar binds the
     rest."""
 
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None

@@ -79,7 +79,7 @@ def requested_grammar(
 ) -> RequestedGrammar | None:
     """Return the one grammar of a request; None if the output is free. Raises FieldError.
 
-    `specs` are the grammars of single-purpose fields."""
+    `specs` are the grammars from single-purpose fields."""
     asked = [] if form is None else [_of_response_format(form)]
     asked += [] if outputs is None else [_of_structured_outputs(outputs)]
     found = [each for each in asked if each is not None]

@@ -16,7 +16,7 @@ _QWEN3_HEAD = (
 _QWEN3_TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-Part = Literal["template", "query", "document", "rest"]  # "rest": of a chat that a query begins
+Part = Literal["template", "query", "document", "rest"]  # "rest" follows a query that begins a chat
 Encode = Callable[[str, bool, Part], list[int]]  # (text, adds special tokens, part)
 
 
@@ -26,7 +26,7 @@ def encoder_of(tokenizer: Tokenizer, part: Part) -> Callable[[str, bool], list[i
 
 
 class PairPrompter:
-    """Token ids of pairs in the form of a model's training.
+    """Token ids for pairs, in the form that a model was trained on.
 
     For Qwen3's rerankers a pair stands in a chat with an instruction. For others the document follows the query. Each
     query is encoded once for all its documents."""
@@ -45,7 +45,7 @@ class PairPrompter:
     def ids(self, query: str, document: str) -> list[int]:
         """Return the prompt of one pair. The document is cut to fit `most` ids.
 
-        A query that itself begins a chat stays unchanged, and its document is the rest of that chat."""
+        A query that itself begins a chat is not changed, and its document is the rest of that chat."""
         has_chat = self._is_chat and query.startswith("<|im_start|>")
         if (before := self._queries.get(query)) is None:
             before = self._queries[query] = self._of_query(query, has_chat)[: self._most]

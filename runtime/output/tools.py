@@ -116,8 +116,8 @@ def _kind_or_hosted(value: Any) -> str | None:
 
 
 _ERROR: Any = {"custom_error_type": "tool_kind", "custom_error_message": "it should be of the type function or custom"}
-KIND = Discriminator(_kind, **_ERROR)  # of calls and choices
-KIND_OR_HOSTED = Discriminator(_kind_or_hosted, **_ERROR)  # of tools
+KIND = Discriminator(_kind, **_ERROR)  # calls and choices
+KIND_OR_HOSTED = Discriminator(_kind_or_hosted, **_ERROR)  # tools
 AnyTool = Tool | CustomTool
 OfferedTool = Annotated[
     Annotated[Tool, Tag("<function>")]

@@ -45,9 +45,9 @@ def texts_of(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def scores(pairs: Sequence[tuple[str, str]], pooled: Sequence[bytes], pooling: Pooling) -> list[float]:
-    """Return the score of each pair: a classifier's probability, or the cosine of embeddings.
+    """Return each pair's score: a classifier's probability, or the embeddings' cosine.
 
-    `pooled` are vectors of the pairs for a classifier, else of `texts_of(pairs)`."""
+    `pooled` are vectors for the pairs with a classifier, else for `texts_of(pairs)`."""
     if pooling.num_labels:
         return [score(p) for p in pooled]
     unit = Pooling(pooling.kind, normalized=True)

@@ -2,10 +2,10 @@
 
 1. A parser (`parsers.py`, `compressed_tensors.py`) reads a `quantization_config`: each parameter gets a
    `QuantizationScheme` (`scheme.py`).
-2. The scheme's layout (`checkpoint_layouts.py`) reads the tensors of any method into one of a few encodings
+2. The scheme's layout (`checkpoint_layouts.py`) reads any method's tensors into one of a few encodings
    (`encodings.py`): quantized values, scales and perhaps zero points.
 3. The weight stays quantized if the backend has products for its encoding (`triton_format.py`, `llvm_format.py`), or
-   becomes dense (`quantized_formats.py`). `model_formats.py` decides for each parameter of a model.
+   becomes dense (`quantized_formats.py`). `model_formats.py` decides for each model parameter.
 4. The weight is a `HeldWeight` (`held_weight.py`) from there to the kernels.
 
 The parsers do not import torch, so that a config.json can be checked without it."""
@@ -20,7 +20,7 @@ from runtime.base.types import CallboardError
 from runtime.quant import compressed_tensors, parsers
 from runtime.quant.scheme import Parser, QuantizationScheme
 
-METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
+METHODS: dict[str, Parser] = {  # key: quant_method in a config.json's quantization_config
     "compressed-tensors": compressed_tensors.parse,
     "fp8": parsers.parse_fp8,
     "awq": parsers.parse_awq,
@@ -36,9 +36,9 @@ METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantiz
 def parse_schemes(
     config: Mapping[str, Any], names: Callable[[], Mapping[str, str]], base: str
 ) -> dict[str, QuantizationScheme]:
-    """The scheme of each quantized linear weight of a config.json; parameters without an entry are not quantized.
+    """The scheme of each quantized linear weight in a config.json; parameters without an entry are not quantized.
 
-    `names` returns the checkpoint's names of our parameters, which may start with `base`.
+    `names` returns the checkpoint's names for our parameters, which may start with `base`.
     Raises CallboardError, in one sentence with the key, if the config has a feature that cannot be read."""
     if (found := _quantization_config(config)) is None:
         return {}
@@ -65,7 +65,7 @@ def parse_schemes(
         {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}
         for prefix in sorted({"", base})
     ]
-    # Configs name modules with or without the base, in their lists of quantized and of unquantized modules.
+    # Configs name modules with or without the base, in their lists of quantized and unquantized modules.
     first, *others = [reading for reading in readings if reading] or [{}]
     return {parameter: scheme for parameter, scheme in first.items() if all(parameter in other for other in others)}
 
@@ -78,7 +78,7 @@ def has_fp8_kv_cache(config: Mapping[str, Any]) -> bool:
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Any:
-    """The quantization_config of a config.json; exporters put it into one of several places."""
+    """A config.json's quantization_config; exporters put it into one of several places."""
     places = (config, config.get("text_config") or {})
     keys = ("quantization_config", "compression_config")
     return next((place[key] for place in places for key in keys if place.get(key)), None)

@@ -16,37 +16,37 @@ from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.quant.scheme import QuantizationScheme
 
-PLAIN = "plain"  # the layout of dense weights that are quantized as they are read
+PLAIN = "plain"  # layout of dense weights that are quantized as they are read
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # encoding -> columns that share a scale; 0 for all
 _OF_HEAD = ("fp8", "int8")  # encodings that a head can have
 _WITH_HEAD = ("int8", "int4")  # encodings with which a dense head would take much of a CPU's step
-_DENSE = ("mix_b", "mix_a", "mix_ba", "kv_b")  # parts that are never quantized at load: of gates, and of latents
-_WHOLE, _SMALL = 128, 32  # a number of columns that all group sizes divide, and the group size otherwise
-_GROUP_ON_CPU = 32  # of int4, more exact than 128, at the same speed
+_DENSE = ("mix_b", "mix_a", "mix_ba", "kv_b")  # parts that are never quantized at load: gates and latents
+_WHOLE, _SMALL = 128, 32  # a column count that all group sizes divide, and the group size otherwise
+_GROUP_ON_CPU = 32  # int4's group size, more exact than 128, at the same speed
 
 
 def requested_encodings(config: EngineConfig, is_draft: bool = False) -> dict[str, str]:
     """The encodings that `config` sets for linear layers and for the head, by the field that the user sets."""
-    of_maps = "draft_quantization" if is_draft else "quantization"  # `draft_config` copies it into `quantization`
-    return {of_maps: config.quantization, "head_quantization": config.head_quantization}
+    maps_encoding = "draft_quantization" if is_draft else "quantization"  # `draft_config` copies it into `quantization`
+    return {maps_encoding: config.quantization, "head_quantization": config.head_quantization}
 
 
 def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "", is_draft: bool = False) -> DecoderSpec:
-    """The spec with the schemes that `config` sets for its linear layers and its head on a type of device.
+    """The spec with the schemes that `config` sets for its linear layers and its head on a device type.
 
-    Embedding, routers, norms and biases stay as they are. So does a tied head, unless head_quantization names an
-    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. They also imply int8 embeddings
-    of layers. Raises CallboardError if the checkpoint already has another encoding."""
+    Embedding, routers, norms and biases do not change. Neither does a tied head, unless head_quantization names an
+    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. They also imply int8 layer
+    embeddings. Raises CallboardError if the checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
-    of_maps, of_head = fields.values()
-    if of_maps == "none" and of_head == "auto":
-        of_head = "none"
+    maps_encoding, head_encoding = fields.values()
+    if maps_encoding == "none" and head_encoding == "auto":
+        head_encoding = "none"
     head = "embed" if spec.tied_head and "head" not in schemes else "head"  # where the checkpoint has it
-    if device == "cpu" and of_maps in _WITH_HEAD and of_head == "auto" and head not in schemes:
-        of_head = "int8"
-    for field, encoding, names in zip(fields, (of_maps, of_head), (maps, ["head"]), strict=True):
+    if device == "cpu" and maps_encoding in _WITH_HEAD and head_encoding == "auto" and head not in schemes:
+        head_encoding = "int8"
+    for field, encoding, names in zip(fields, (maps_encoding, head_encoding), (maps, ["head"]), strict=True):
         stored = {name: schemes[name] for name in names if name in schemes}
         if encoding == "none":
             schemes |= {name: replace(scheme, dequantized=True) for name, scheme in stored.items()}
@@ -56,10 +56,10 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
             of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
             names = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
             schemes |= _schemes(of_rank, names, encoding, config.rank_invariant, device == "cpu")
-    if spec.layer_embed_size and device == "cpu" and of_maps in _WITH_HEAD and "layer_embed" not in schemes:
+    if spec.layer_embed_size and device == "cpu" and maps_encoding in _WITH_HEAD and "layer_embed" not in schemes:
         of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
         schemes |= _schemes(of_rank, ["layer_embed"], "int8", config.rank_invariant, on_cpu=True)
-    if "embed" in schemes and (of_head if spec.tied_head else of_maps) == "none":
+    if "embed" in schemes and (head_encoding if spec.tied_head else maps_encoding) == "none":
         schemes["embed"] = replace(schemes["embed"], dequantized=True)
     return replace(spec, quantization=schemes or None)
 
@@ -79,9 +79,9 @@ def _check_stored(field: str, encoding: str, stored: Mapping[str, QuantizationSc
 def _schemes(
     spec: DecoderSpec, names: list[str], encoding: str, in_leaves: bool, on_cpu: bool
 ) -> dict[str, QuantizationScheme]:
-    """Schemes with groups that divide the columns of a rank, or of its leaves.
+    """Schemes with groups that divide a rank's columns, or its leaves'.
 
-    All experts of a layer get equal schemes."""
+    A layer's experts get equal schemes."""
     shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, QuantizationScheme]()
     columns = defaultdict[str, int](int)
     for name in names:
@@ -89,7 +89,7 @@ def _schemes(
         own = [leaf.stop - leaf.start for leaf in leaves if leaf.dim == 1] or [shapes[name][1]]
         columns[_together(name)] = gcd(columns[_together(name)], *own)
     size, dtype = GROUPS[encoding], "float32"
-    if on_cpu and encoding in _WITH_HEAD:  # half the bytes of scales, at the same accuracy
+    if on_cpu and encoding in _WITH_HEAD:  # half the scale bytes, at the same accuracy
         size, dtype = _GROUP_ON_CPU if encoding == "int4" else size, "bfloat16"
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0
@@ -99,6 +99,6 @@ def _schemes(
 
 
 def _together(name: str) -> str:
-    """The name of a weight, or for an expert's weight the name of its layer."""
+    """A weight's name, or its layer's name for an expert's weight."""
     layer, experts, _ = name.partition(".experts.")
     return layer if experts else name

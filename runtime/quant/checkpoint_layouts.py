@@ -1,6 +1,6 @@
-"""Layouts: the tensors of a quantized weight in a checkpoint, and how they become the tensors of an encoding.
+"""Layouts: a quantized weight's tensors in a checkpoint, and how they become an encoding's tensors.
 
-Bytes go to the device as they are and are unpacked there. A tensor's own name replaces the `weight` at the end of the
+Bytes go to the device as they are and are unpacked there. A tensor's own name replaces the `weight` that ends the
 location's name."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class BlockTensor(NamedTuple):
     """A tensor with one number for each block of a weight [out, in]."""
 
     dtypes: tuple[torch.dtype, ...]
-    rows: int = 1  # of a block; 0 for all
+    rows: int = 1  # rows in a block; 0 for all
     columns: int = 1
-    transposed: bool = False  # the first dimension of the tensor counts columns
+    transposed: bool = False  # the tensor's first dimension counts columns
     optional: bool = False
-    size: int = 0  # numbers of a block, in a third dimension
+    size: int = 0  # elements of a block, in a third dimension
 
     def shape(self, shape: Shape) -> Shape:
         sizes = [-(-size // per) if per else 1 for size, per in zip(shape, (self.rows, self.columns), strict=True)]
@@ -51,7 +51,7 @@ class BlockTensor(NamedTuple):
     def read(
         self, source: TensorSource, name: str, shape: Shape, part: Part | None, device: torch.device
     ) -> torch.Tensor:
-        """Read the blocks of a part of the weight, rows first."""
+        """Read the blocks in a part of the weight, rows first."""
         own = None
         if part is not None:
             if (self.rows, self.columns)[part.dim]:
@@ -62,7 +62,7 @@ class BlockTensor(NamedTuple):
         return tensor.t() if self.transposed else tensor
 
     def part(self, part: Part, shape: Shape, name: str) -> Part:
-        """The blocks of a part of the weight. Raises CallboardError if the part does not consist of whole blocks."""
+        """The blocks in a part of the weight. Raises CallboardError if the part does not consist of whole blocks."""
         per = (self.rows, self.columns)[part.dim]
         if part.start % per or (part.stop % per and part.stop != shape[part.dim]):
             what = ("rows", "columns")[part.dim]
@@ -80,7 +80,7 @@ class CheckpointLayout(ABC):
         self.scheme, self._encoding = scheme, encoding_of(scheme)
 
     def encoding(self, shape: Shape) -> Encoding:
-        """The encoding of a weight of this shape."""
+        """The encoding for a weight with this shape."""
         return self._encoding
 
     def block_tensors(self) -> dict[str, BlockTensor]:
@@ -89,7 +89,7 @@ class CheckpointLayout(ABC):
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
-        """Values and scales of the encoding, from the tensors of a part of this shape.
+        """The encoding's values and scales, from the tensors of a part with this shape.
 
         Raises CallboardError if the tensors contradict the config."""
 
@@ -125,7 +125,7 @@ class CheckpointLayout(ABC):
             if self.scheme.reordered:
                 raise CallboardError("the config has reordered columns, but no tensor holds their groups.")
             return quantized, *shared
-        groups, order = (groups - groups.min()).flatten().sort(stable=True)  # groups of a part start at its first group
+        groups, order = (groups - groups.min()).flatten().sort(stable=True)  # a part's groups start at its first group
         columns = torch.arange(len(groups), device=groups.device)
         if not torch.equal(groups, columns // (self.scheme.group_size or len(groups))):
             raise CallboardError("the groups of its columns (g_idx) are not all of group_size columns.")
@@ -144,7 +144,7 @@ class Plain(CheckpointLayout):
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         if location.parts and location.parts[0].dim == 1 and not self._encoding.group_size:
-            (part,) = location.parts  # each rank uses the scale of the whole row
+            (part,) = location.parts  # each rank uses the whole row's scale
             quantized, scale = self._encoding.part(self.read(source, location._replace(parts=()), device), part)
             return quantized.contiguous(), scale
         stored = source.dtype(location.name)
@@ -156,7 +156,7 @@ class Plain(CheckpointLayout):
 
 
 class OneByOne(CheckpointLayout):
-    """Values of one byte in the order of the weight, with scales in other tensors."""
+    """One-byte values in the weight's order, with scales in other tensors."""
 
     def __init__(
         self, scheme: QuantizationScheme, scales: Sequence[str] = ("weight_scale",), factor: float = 1.0
@@ -167,7 +167,7 @@ class OneByOne(CheckpointLayout):
     def block_tensors(self) -> dict[str, BlockTensor]:
         scheme = self.scheme
         shared = scheme.scale_rows, scheme.group_size
-        of_activations = dict.fromkeys(
+        activation_tensors = dict.fromkeys(
             ("input_scale", "input_zero_point", "activation_scale", "weight_format"),
             BlockTensor((*_SCALES, *_INT8, *_UINT8, *_FP8), 0, 0, optional=True),
         )
@@ -176,7 +176,7 @@ class OneByOne(CheckpointLayout):
             **dict.fromkeys(self._names, BlockTensor((*_SCALES, *_EXPONENTS), *shared, optional=len(self._names) > 1)),
             "weight_zero_point": BlockTensor((*_INT8, *_FP8), *shared, optional=scheme.symmetric),
             "weight_g_idx": BlockTensor(_INT32, 0, 1, optional=not scheme.reordered),
-            **of_activations,
+            **activation_tensors,
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
@@ -208,8 +208,8 @@ class PackedWords(CheckpointLayout):
         }
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        of_shape = StoredTensor((2,), (torch.int64, torch.int32))
-        return super().stored(location) | {_own_name(location, "weight_shape"): of_shape}
+        shape_tensor = StoredTensor((2,), (torch.int64, torch.int32))
+        return super().stored(location) | {_own_name(location, "weight_shape"): shape_tensor}
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         name = _own_name(location, "weight_shape")
@@ -228,7 +228,7 @@ class PackedWords(CheckpointLayout):
 
 
 class Awq(CheckpointLayout):
-    """Words of eight values along the outputs of a transposed weight."""
+    """Words with eight values along a transposed weight's outputs."""
 
     _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble i of a word is output [0, 2, 4, 6, 1, 3, 5, 7][i]
 
@@ -250,7 +250,7 @@ class Awq(CheckpointLayout):
 
 
 class Gptq(CheckpointLayout):
-    """Words of values down the inputs of a transposed weight, and words of zero points along the outputs."""
+    """Value words down a transposed weight's inputs, and zero-point words along the outputs."""
 
     def __init__(self, scheme: QuantizationScheme, less: int) -> None:
         super().__init__(scheme)
@@ -279,7 +279,7 @@ class Gptq(CheckpointLayout):
 
 
 class Nibbles(CheckpointLayout):
-    """fp4 nibbles, the low one first; scales of groups, and perhaps one scale of the tensor."""
+    """fp4 nibbles, the low one first; group scales, and perhaps one tensor scale."""
 
     def __init__(
         self,
@@ -312,9 +312,9 @@ class Nibbles(CheckpointLayout):
 
 
 class BitsAndBytes4(CheckpointLayout):
-    """Table indices, the high nibble first; 64 numbers of the flattened weight share a scale.
+    """Table indices, the high nibble first; 64 elements of the flattened weight share a scale.
 
-    Nested scales are quantized themselves: bytes are indices of a table, 256 of them share a scale, and an offset is
+    Nested scales are quantized themselves: bytes are table indices, 256 share a scale, and an offset is
     added."""
 
     def __init__(self, scheme: QuantizationScheme, nested: bool) -> None:
@@ -363,8 +363,8 @@ class BitsAndBytes4(CheckpointLayout):
             raise CallboardError(f"its quant_map is not that of {self.scheme.encoding}.")
         scale = tensors["weight.absmax"]
         if self._nested:
-            of_blocks = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(scale)]
-            scale = tensors["weight.nested_quant_map"][scale.int()] * of_blocks + state["nested_offset"]
+            block_scales = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(scale)]
+            scale = tensors["weight.nested_quant_map"][scale.int()] * block_scales + state["nested_offset"]
         quantized = unpack_nibbles(tensors["weight"].flatten(), high_first=True)[: prod(shape)].view(shape)
         group_size = self.encoding(shape).group_size
         scale = scale.float().repeat_interleave(self.scheme.group_size // group_size)[: prod(shape) // group_size]

@@ -1,4 +1,4 @@
-"""The parser of compressed-tensors (llm-compressor): groups of modules, each with its own format.
+"""The parser for compressed-tensors (llm-compressor): module groups, each with its own format.
 
 https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/quantization/quant_config.py"""
 
@@ -11,7 +11,7 @@ from typing import Any
 from runtime.quant.scheme import QuantizationScheme, Rule, block_size, compiled, group_size_of, refusal, strings
 
 _ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # one value an element
-_LINEAR = "Linear"  # the class of all modules with a rule here
+_LINEAR = "Linear"  # class of all modules with a rule here
 
 
 def parse(config: Mapping[str, Any]) -> Rule:

@@ -1,6 +1,6 @@
-"""Encodings: the few forms into which all checkpoint layouts are read. Values [out, in], and scales of blocks of them.
+"""Encodings: the few forms into which all checkpoint layouts are read. Values [out, in], and block scales.
 
-The device decides which of them it multiplies without dequantizing: `runtime.quant.products`."""
+The device decides which ones it multiplies without dequantizing: `runtime.quant.products`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from runtime.kernels.quantized import weight_conversions as fp8_encode
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Shape, Tensors
 
-# Numbers that are dequantized or encoded at once: their float32 copy stays small beside the weight.
+# Elements that are dequantized or encoded at once: their float32 copy is small compared with the weight.
 _AT_ONCE = 1 << 20
 _AT_ONCE_ON_GPU = 1 << 23  # fewer launches
-SMALLEST_SCALE = 2.0**-100  # of `encode`, which divides by scales, for blocks of zeros
+SMALLEST_SCALE = 2.0**-100  # limit in `encode`, which divides by scales, for blocks of zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Encoding(ABC):
     - with super_size, scales and zero points are integers, and their factors follow: float16 [out, in / super_size];
     - with `reordered`, int64 [in]: the column of the weight for each column of values."""
 
-    label: str  # such as "int4"
-    scale_rows: int = 1  # rows of the weight that share a scale
+    label: str  # "int4", for example
+    scale_rows: int = 1  # weight rows that share a scale
     group_size: int = 0  # columns that share a scale; 0 for all
     has_zero_points: bool = False
     reordered: bool = False
     scale_dtype: torch.dtype = torch.float32  # holds all scales and zero points without loss
-    value_bits: int = 0  # of a value, if fewer than `bits`
-    super_size: int = 0  # columns that share the factors of their scales and zero points; 0 without factors
+    value_bits: int = 0  # bits of a value, if fewer than `bits`
+    super_size: int = 0  # columns that share factors for scales and zero points; 0 without factors
 
     bits: ClassVar[int] = 8
 
@@ -105,7 +105,7 @@ class Encoding(ABC):
         return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
     def join(self, weights: Sequence[Tensors], dim: int = 0) -> Tensors:
-        """Stack the rows of several weights with equal columns, or put whole groups of columns side by side."""
+        """Stack several weights' rows with equal columns, or put whole column groups side by side."""
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
         return *(torch.cat(same, dim) for same in tensors), *order
@@ -155,7 +155,7 @@ class Encoding(ABC):
         return dense
 
     def _pieces(self, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-        """Cut a weight [out, in] into pieces of whole blocks: slices of its rows, and of the rows of its scales."""
+        """Cut a weight [out, in] into pieces with whole blocks: slices of its rows and its scales' rows."""
         at_once = _AT_ONCE_ON_GPU if weight.device.type == "cuda" else _AT_ONCE
         step = max(1, at_once // (weight.shape[1] * self.scale_rows)) * self.scale_rows
         for start in range(0, len(weight), step):
@@ -168,14 +168,14 @@ class Encoding(ABC):
         return shared.repeat_interleave(self.group_size, 1)[:, : shape[1]] if self.group_size else shared
 
     def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
-        """[blocks of rows, rows, blocks of columns, columns], padded with zeros."""
+        """Return [row blocks, rows, column blocks, columns], padded with zeros."""
         columns = self.group_size or dense.shape[1]
         missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.scale_rows
         padded = F.pad(dense, missing) if any(missing) else dense
         return padded.reshape(-1, self.scale_rows, padded.shape[1] // columns, columns)
 
     def fits(self, shape: Shape) -> bool:
-        """True if weights of this shape can stay quantized, also as a part of a fused layer."""
+        """True if weights with this shape can remain quantized, also as a part of a fused layer."""
         return not self.reordered and shape[0] % self.scale_rows == 0 and shape[1] * self.bits % 8 == 0
 
     def device_bytes(self, shape: Shape) -> int:
@@ -185,7 +185,7 @@ class Encoding(ABC):
         return math.prod(shape) * self.bits // 8 + (scale_bytes + factor_bytes) * (1 + self.has_zero_points)
 
 
-LARGEST_E4M3 = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # one octave of e4m3, the largest first
+LARGEST_E4M3 = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # one e4m3 octave, the largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +201,11 @@ class Float8(Encoding):
         return Encoding.encode(self, dense)  # super() fails in a dataclass with slots
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The scale with the least squared error of each block.
+        """Each block's scale with the least squared error.
 
-        Candidates map the block's largest magnitude to a value of `LARGEST_E4M3`. e4m3 has one relative precision, so
-        the error depends on where its steps fall among the numbers. Errors are summed in float64, so that every device
-        chooses the same scale."""
+        Candidates map the block's largest magnitude to a value in `LARGEST_E4M3`. The e4m3 format has one relative
+        precision, so the error depends on where its steps fall among the elements. Errors are summed in float64, so
+        that every device chooses the same scale."""
         low, high = self._extremes(dense)
         greatest = torch.maximum(high, -low)
         best = torch.full_like(greatest, torch.nan)  # stays NaN if a number is not finite
@@ -256,7 +256,7 @@ class Integer4(Integer8):
 
 @dataclass(frozen=True, slots=True)
 class Table(Encoding):
-    """Indices of a table of 16 numbers; without zero points."""
+    """Indices into a table with 16 values; without zero points."""
 
     table: tuple[float, ...] = ()
 
@@ -289,7 +289,7 @@ def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _nearest_in(table: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The midpoints between neighbouring numbers of a table, in rising order, and the indices of the numbers."""
+    """The midpoints between neighbouring table values, in rising order, and the values' indices."""
     numbers, order = _on_device(table, device).sort()
     return (numbers[1:] + numbers[:-1]) / 2, order.to(torch.uint8)
 
@@ -327,7 +327,7 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def encoding_of(scheme: QuantizationScheme) -> Encoding:
-    """The encoding of a scheme; one scale of a whole tensor becomes one scale for each row."""
+    """A scheme's encoding; one scale for a whole tensor becomes one scale for each row."""
     return replace(
         ENCODINGS[scheme.encoding],
         scale_rows=scheme.scale_rows or 1,

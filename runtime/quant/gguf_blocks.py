@@ -1,6 +1,6 @@
-"""The blocks of GGUF's quantized types (llama.cpp, ggml/src/ggml-common.h) as integers, scales and zero points.
+"""The blocks in GGUF's quantized types (llama.cpp, ggml/src/ggml-common.h) as integers, scales and zero points.
 
-Numbers equal those of the `gguf` package to the bit: both compute scales and zero points in float32."""
+Values equal the `gguf` package's to the bit: both compute scales and zero points in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout, expo
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, Tensors, TensorSource
 
-# Values [..., groups, columns], scales [..., groups], perhaps zero points like scales, and factors [..., 1] of each.
+# Values [..., groups, columns], scales [..., groups], perhaps zero points like scales, and factors [..., 1] for each.
 Fields = tuple[torch.Tensor, ...]
 
 
@@ -37,7 +37,7 @@ class GgufBlocks(CheckpointLayout):
         return {"weight": self._grid}
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        return DENSE.stored(location)  # readers of GGUF report the tensor as float32
+        return DENSE.stored(location)  # GGUF readers report the tensor as float32
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         parts = [self._grid.part(part, location.shape, location.name) for part in location.parts]
@@ -81,7 +81,7 @@ def _q4_1(blocks: torch.Tensor) -> Fields:
 
 
 def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Bit i of the four bytes from `start` on is bit 4 of value i: uint8 [..., 32]."""
+    """Bit i in the four bytes from `start` on is value i's bit 4: uint8 [..., 32]."""
     data = blocks[..., start : start + 4, None]
     return ((data >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1).flatten(-2) << 4
 

@@ -33,7 +33,7 @@ class HeldWeight(NamedTuple):
         return self.weight_format.operand([self.tensors], self.num_rows)
 
     def split(self, sizes: Sequence[int]) -> list[HeldWeight]:
-        """Cut the rows into pieces of these sizes, each in memory of its own.
+        """Cut the rows into pieces of these sizes, each in its own memory.
 
         So pieces are aligned: a library's sums may depend on alignment."""
         total = sum(sizes)
@@ -47,7 +47,7 @@ def held_dense(name: str, numbers: torch.Tensor) -> HeldWeight:
 
 
 def joined(weights: Sequence[HeldWeight], row_order: torch.Tensor | None = None) -> list[HeldWeight]:
-    """Join neighbours whose formats join. The first rows are reordered if an order is given."""
+    """Join neighbours with formats that join. The first rows are reordered if an order is given."""
     groups, found, at = list[list[HeldWeight]](), list[HeldWeight](), 0
     for weight in weights:
         if groups and groups[-1][0].weight_format.joins(weight.weight_format):

@@ -34,7 +34,7 @@ from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
 
-LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
+LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # key: `QuantizationScheme.layout`
     "compressed-tensors": OneByOne,
     "compressed-tensors packed": PackedWords,
     "compressed-tensors nvfp4": partial(
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `
     "awq": Awq,
     "gptq": partial(Gptq, less=1),
     "gptq_v2": partial(Gptq, less=0),
-    # The library's own decimal value of 1 / 127.
+    # The library's own decimal value for 1 / 127.
     "bitsandbytes int8": partial(OneByOne, scales=("SCB",), factor=7.874015718698502e-3),
     "bitsandbytes": partial(BitsAndBytes4, nested=False),
     "bitsandbytes nested": partial(BitsAndBytes4, nested=True),
@@ -76,7 +76,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     The parts of a fused layer get formats that the backend's kernels multiply as one. Without numerics, formats only
     describe the checkpoint."""
     schemes, shapes = spec.quantization, _shapes(spec)
-    # of the tensors in a checkpoint
+    # shapes of the tensors in a checkpoint
     whole_shapes = {name: stored_shape(spec, name, shape) for name, shape in _shapes(spec.whole).items()}
     kept = backend_format(numerics) if numerics else None  # the format of weights that stay quantized
     if not schemes:
@@ -111,11 +111,13 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return all(map(fits, encodings, names))
 
     @cache
-    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool, of_expert: bool) -> WeightFormat:
+    def format_for(
+        scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool, is_expert: bool
+    ) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
         if stay and kept and numerics:
-            return kept(layout, encoding, numerics, of_expert, reordered)
+            return kept(layout, encoding, numerics, is_expert, reordered)
         return DequantizedFormat(layout, encoding)
 
     @cache
@@ -130,15 +132,15 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         stay = agree(names, reordered) and (not is_table or (kept is not None and kept.table_rows > 0))
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
-        return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
+        return format_for(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
 
     return format_of
 
 
 def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | None) -> set[str]:
-    """The parameters that latent attention takes apart into dense matrices of each head.
+    """The parameters that latent attention takes apart into each head's dense matrices.
 
-    Compiled kernels of a CPU multiply k_b and v_b as they are."""
+    A CPU's compiled kernels multiply k_b and v_b as they are."""
     stay = False
     if numerics is not None and (numerics.backend, numerics.dtype) == ("llvm", torch.float32):
         from runtime.kernels.cpu.linear.weight_form import ROWS
@@ -176,7 +178,7 @@ def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> b
 
 
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
-    """The shapes of the ranks' parts of a weight (`own` on this rank), or of the weight's leaves."""
+    """The shapes of the ranks' parts of a weight (`own` on this rank), or its leaves' shapes."""
     if in_leaves:
         own_leaves = (leaf for name in ungrouped(parameter) for leaf in leaves_of(spec.whole, name))
         leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in own_leaves]
@@ -193,7 +195,7 @@ def _shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 
 def format_names(spec: DecoderSpec, numerics: Numerics) -> str:
-    """The names of the formats of linear layers, the most frequent first."""
+    """The names of the linear layers' formats, the most frequent first."""
     format_of = weight_formats(spec, numerics)
     names = Counter(format_of(name).name for name in spec.shapes() if name == "head" or name.endswith(".weight"))
     return ", ".join(name for name, _ in names.most_common())
@@ -224,9 +226,9 @@ def staged_bytes(spec: DecoderSpec, numerics: Numerics) -> dict[str, int]:
 
 
 def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    """The bytes, in the compute dtype, of the largest linear layer that a GPU dequantizes for a product of many rows.
+    """The bytes, in the compute dtype, of the largest linear layer that a GPU dequantizes for a product with many rows.
 
-    Products of experts and of the head do not dequantize their weights."""
+    Products with experts and the head do not dequantize their weights."""
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     sizes = [0]
     for layer in range(spec.num_layers):
@@ -274,9 +276,9 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
             )
     if (size := spec.shard.size) == 1:
         return
-    of_rank = encodings_on_device(spec, numerics)
+    rank_encodings = encodings_on_device(spec, numerics)
     for name, encoding in encodings_on_device(spec.whole, numerics).items():
-        if name not in of_rank:
+        if name not in rank_encodings:
             raise CallboardError(
                 f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be "
                 f"{encoding}; choose another size, or quantization=none."

@@ -1,6 +1,6 @@
-"""Parsers of `quantization_config`, one function for each quant_method but compressed-tensors.
+"""Parsers for `quantization_config`, one function for each quant_method but compressed-tensors.
 
-A parser returns a `Rule`: a function that returns the scheme of a parameter, or None for an unquantized one."""
+A parser returns a `Rule`: a function that returns a parameter's scheme, or None for an unquantized one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from runtime.quant.scheme import (
 _BITSANDBYTES_TABLES = {"nf4": "nf4", "fp4": "bitsandbytes fp4"}  # bnb_4bit_quant_type -> encoding
 _BITSANDBYTES_GROUP = 64  # consecutive weights that share a scale
 _GPTQ_LAYOUTS = ("gptq", "gptq_v2")  # values of checkpoint_format; "gptq" stores each zero point less one
-_FACTORS: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}  # in the types Q4_K and Q5_K
-_HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}  # in types with blocks of 32 columns
-_POWERS: dict[str, Any] = {"group_size": 32, "scale_dtype": "float8_e8m0fnu"}  # in mxfp4
+_FACTORS: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}  # types Q4_K and Q5_K
+_HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}  # fields for types with blocks of 32 columns
+_POWERS: dict[str, Any] = {"group_size": 32, "scale_dtype": "float8_e8m0fnu"}  # fields for mxfp4
 _GGUF_TYPES = {
     "Q8_0": QuantizationScheme("gguf Q8_0", "int8", **_HALF),
     "Q4_0": QuantizationScheme("gguf Q4_0", "int4", **_HALF),
@@ -89,10 +89,10 @@ def parse_fp8(config: Mapping[str, Any]) -> Rule:
 
 
 def parse_gguf(config: Mapping[str, Any]) -> Rule:
-    """GGUF: the type of each tensor, which the reader of the file puts into a quantization_config.
+    """GGUF: each tensor's type, which the file's reader puts into a quantization_config.
 
-    The `gguf` package dequantizes tensors of the types that `_GGUF_TYPES` does not list."""
-    types: Mapping[str, str] = config["types"]  # by the name of the tensor
+    The `gguf` package dequantizes tensors with types that `_GGUF_TYPES` does not list."""
+    types: Mapping[str, str] = config["types"]  # key: the tensor's name
     return lambda parameter, module: _GGUF_TYPES.get(types.get(f"{module}.weight", ""))
 
 
@@ -163,7 +163,7 @@ def _modelopt_scheme(config: Mapping[str, Any]) -> QuantizationScheme:
 
 
 def parse_mxfp4(config: Mapping[str, Any]) -> Rule:
-    """mxfp4 as gpt-oss stores it: blocks of 32 numbers of 4 bits, and one exponent for each block.
+    """mxfp4 as gpt-oss stores it: blocks with 32 elements of 4 bits, and one exponent for each block.
 
     https://github.com/openai/gpt-oss, gpt_oss/torch/weights.py"""
     scheme = QuantizationScheme("mxfp4", "fp4", **_POWERS)

@@ -48,7 +48,7 @@ class DequantizedFormat(DenseFormat):
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:
         parts = location.parts
-        # The columns of a rank belong to all groups, and the part of a shared expert may begin within a block.
+        # A rank's columns belong to all groups, and a shared expert's part may begin within a block.
         if parts and (location.place is not None or (self.encoding.reordered and parts[0].dim == 1)):
             (whole,) = self.read(source, location._replace(parts=(), place=None), numerics)
             return (self.encode(whole, parts)[0].contiguous(),)
@@ -97,7 +97,7 @@ class QuantizedFormat(WeightFormat):
         Its tensors keep their rows for each block of rows, so that `HeldWeight` can join and split them."""
 
     def dequantizes(self, shape: Shape) -> bool:
-        """True if a product of many rows dequantizes a weight of this shape to a dense copy on a GPU."""
+        """True if a product with many rows dequantizes such a weight to a dense copy on a GPU."""
         return False
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:

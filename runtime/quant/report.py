@@ -40,10 +40,10 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
             reasons = not_taken if scheme and name != "embed" else plain
             reasons[f"experts' {part}" if ".experts." in name else part] = None
     lines = []
-    for (encoding, text), of_maps in sizes.items():
-        quantized, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
+    for (encoding, text), map_bytes in sizes.items():
+        quantized, held = (sum(part) / _GIB for part in zip(*map_bytes, strict=True))
         how = text if held == quantized else f", dequantized to {held:.2f} GiB of {dtype} as {text}"
-        lines.append(f"{len(of_maps)} maps in {encoding}: {quantized:.2f} GiB{how}")
+        lines.append(f"{len(map_bytes)} maps in {encoding}: {quantized:.2f} GiB{how}")
     if not_taken:
         lines.append(f"{', '.join(not_taken)} stay {dtype}, as this device has no products for their encoding")
     layouts = {scheme.layout for scheme in schemes.values()}

@@ -14,19 +14,19 @@ from runtime.base.types import CallboardError
 class QuantizationScheme:
     """How one weight is stored: number = (value - zero point) * scale."""
 
-    layout: str  # its tensors, and where values lie in them: a key of runtime.quant.model_formats.LAYOUTS
-    encoding: str  # what values mean: a key of runtime.quant.encodings.ENCODINGS
-    scale_rows: int = 1  # rows of the weight that share a scale; 0 for all
+    layout: str  # its tensors, and where values lie in them: a key in runtime.quant.model_formats.LAYOUTS
+    encoding: str  # the values' meaning: a key in runtime.quant.encodings.ENCODINGS
+    scale_rows: int = 1  # weight rows that share a scale; 0 for all
     group_size: int = 0  # columns that share a scale; 0 for all
-    symmetric: bool = True  # without zero points
-    reordered: bool = False  # the columns of a group need not be neighbours; a tensor holds the group of each
+    symmetric: bool = True  # lacks zero points
+    reordered: bool = False  # a group's columns need not be neighbours; a tensor holds each column's group
     dequantized: bool = False  # dense on the device, even if it has products for the encoding
     scale_dtype: str = "float32"  # a dtype that holds all scales and zero points
-    value_bits: int = 0  # of a value, if fewer than the encoding has; 0 for all of them
-    super_size: int = 0  # columns with a common factor of their scales; 0 without factors
+    value_bits: int = 0  # bits of a value, if fewer than the encoding has; 0 for all
+    super_size: int = 0  # columns with a common factor for their scales; 0 without factors
 
 
-# (our parameter, its module in the checkpoint) -> its scheme, or None if it is not quantized. Examples of arguments:
+# (our parameter, its module in the checkpoint) -> its scheme, or None if it is not quantized. Example arguments:
 # ("head", "lm_head") and ("layers.3.q.weight", "model.layers.3.self_attn.q_proj").
 Rule = Callable[[str, str], QuantizationScheme | None]
 Parser = Callable[[Mapping[str, Any]], Rule]  # takes a quantization_config
@@ -48,9 +48,9 @@ def group_size_of(config: Mapping[str, Any], key: str) -> int:
 
 
 def named_by(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """A function that returns True for a module that a config's list of unquantized modules names.
+    """Return a function that is true for modules in a config's list of unquantized modules.
 
-    An entry is the name of the module or of an enclosing one, its last parts, or a regular expression. Models with many
+    An entry is the name of the module or an enclosing one, its last parts, or a regular expression. Models with many
     experts have tens of thousands of modules and hundreds of entries, so all entries become one expression."""
     if not patterns:
         return lambda module: False

@@ -102,14 +102,14 @@ class SourceOver(TensorSource):
 class Location(NamedTuple):
     """Where a checkpoint has a parameter, and which parts of it to read."""
 
-    name: str  # in the checkpoint; a format derives the names of its tensors from it
-    shape: Shape  # of the whole tensor; (out, in) for a linear weight
+    name: str  # the checkpoint's; a format derives its tensors' names from it
+    shape: Shape  # the whole tensor's; (out, in) for a linear weight
     transposed: bool = False  # the checkpoint has it as (in, out)
-    parts: tuple[Part, ...] = ()  # the ranges of one dimension to read; () for the whole
-    place: Part | None = None  # of the parameter, in a tensor of several; None if it is the whole tensor
+    parts: tuple[Part, ...] = ()  # ranges to read in one dimension; () for the whole
+    place: Part | None = None  # the parameter's place in a tensor with several; None if it is the whole tensor
 
     def within(self, parts: tuple[Part, ...]) -> Location:
-        """The location of these parts of the parameter; () for all of it."""
+        """The location of these parts of the parameter; () for the whole parameter."""
         if (place := self.place) is None:
             return self._replace(parts=parts)
         moved = (Part(place.dim, place.start + part.start, place.start + part.stop) for part in parts)
@@ -122,13 +122,13 @@ class StoredTensor(NamedTuple):
     shape: Shape | None  # None if any shape is right
     dtypes: tuple[torch.dtype, ...]  # supported dtypes
     optional: bool = False
-    others: tuple[Shape, ...] = ()  # other supported shapes of the same numbers
+    others: tuple[Shape, ...] = ()  # other supported shapes for the same elements
 
 
 class WeightFormat(ABC):
     """How weights [out, in] of linear layers are stored, held and multiplied."""
 
-    name: str  # in `callboard inspect` and error messages
+    name: str  # shown by `callboard inspect` and error messages
     table_rows: ClassVar[int] = 0  # rows of a block of an embedding; 0 if embeddings cannot have the format
 
     @abstractmethod
@@ -137,7 +137,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        """The bytes of a weight of this shape on the device."""
+        """The bytes on the device for a weight with this shape."""
 
     @abstractmethod
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:

@@ -23,7 +23,7 @@ OWN_COST = 8  # work of indexing one output token, in plain Python
 TEXT_COST = 512  # fixed work for a piece of text, besides its tokens
 MAX_TEXT_TOKENS = 1 << 22  # tokens in all texts, 20 to 36 bytes each; further texts are not indexed
 _LONG, _SHORT = 4, 2  # sizes of n-grams: the long one is looked up first
-_FEW = 32  # at most this many n-grams are inserted faster by plain Python than by numpy
+_FEW = 32  # up to this many n-grams are inserted faster by plain Python than by numpy
 SHORT_PROMPT = 512  # tokens; shorter prompts go into the requests' dictionaries, which have faster lookups
 _MASK = (1 << 64) - 1
 # Odd and random at each start, so that clients cannot choose tokens that collide.
@@ -41,7 +41,7 @@ class TextIndex:
         self._text = array("i", bytes(4 * len(prediction))) + tokens
         self._filled = len(prediction)  # `_text` holds the text from here on
         self._left = len(self._text)  # n-grams that end before this position are not indexed yet
-        self._bits = (2 * len(self._text)).bit_length()  # at least half of the slots stay empty
+        self._bits = (2 * len(self._text)).bit_length()  # half the slots or more stay empty
         self._tables = {size: np.zeros(1 << self._bits, np.int32) for size in (_LONG, _SHORT)}  # 0 if a slot is empty
         self.num_users = 0
 

@@ -32,7 +32,7 @@ from runtime.structured.schema.merge import TerminalChecks
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.written_values import types_of
 
-_PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*"""  # without tuples
+_PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*"""  # excludes tuples
 
 
 class Calls(msgspec.Struct):

@@ -16,7 +16,7 @@ def _driver() -> ctypes.CDLL:
 def call(name: str, *arguments: object) -> None:
     """Raises OSError with the driver's name for the error.
 
-    The driver uses the context of the calling thread. A new thread gets one by its first call of the runtime, for
+    The driver uses the calling thread's context. A new thread gets one by its first runtime call, for
     example `torch.cuda.synchronize`."""
     if code := getattr(_driver(), name)(*arguments):
         text = ctypes.c_char_p()

@@ -14,14 +14,14 @@ from runtime.worker.memory import plan_memory
 from runtime.worker.runner import choose_numerics
 from runtime.worker.sources import CheckpointSource
 
-_PROCESSES_BYTES = 1 << 29  # of an engine's processes beside the plan: interpreters and libraries
+_PROCESSES_BYTES = 1 << 29  # an engine's processes besides the plan: interpreters and libraries
 
 
 class Expected(NamedTuple):
     """A model before its first engine."""
 
-    info: ModelInfo  # without a fingerprint
-    num_bytes: int  # of memory for one engine on a CPU; 0 if it computes on GPUs
+    info: ModelInfo  # lacks a fingerprint
+    num_bytes: int  # memory for one engine on a CPU; 0 if it computes on GPUs
 
 
 def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected:

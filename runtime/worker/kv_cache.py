@@ -13,9 +13,9 @@ from runtime.worker.state_cache import StateCache
 
 
 class KVCache:
-    """The blocks of all layers. Attention kernels read the blocks of layer i in `layers[i]`.
+    """All layers' blocks. Attention kernels read layer i's blocks in `layers[i]`.
 
-    A block belongs to one group of layers at a time, so the i-th layers of all groups share the same memory."""
+    A block belongs to one layer group at a time, so all groups' i-th layers share the same memory."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 values; None if all are 1
+        head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] e4m3 scales; None if all are 1
         memory: AbstractContextManager[None] | None = None,  # context in which the blocks are allocated
-        states: StateCache | None = None,  # of a model with states
+        states: StateCache | None = None,  # set for a model with states
     ) -> None:
         """Fill the cache with zeros: masked values must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
@@ -63,7 +63,7 @@ class KVCache:
 
 
 class _EqualBlocks:
-    """Blocks of groups of one shape. The blocks of a head lie side by side."""
+    """Blocks for groups with one shape. A head's blocks lie side by side."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _EqualBlocks:
         shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
         self.factors = [1] * len(spec.groups)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
-        self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
+        self._scales: torch.Tensor | None = None  # token scales, in blocks like the values
         if scale_dtype is not None:
             self._scales = torch.zeros((num_layers, *shape[2:-1], 2), dtype=scale_dtype, device=device)
 
@@ -93,10 +93,10 @@ class _EqualBlocks:
 
 
 class _MixedBlocks:
-    """Blocks of groups that differ in shape. All layers of a block lie side by side.
+    """Blocks for groups that differ in shape. A block's layers lie side by side.
 
-    A group sees the memory as runs of `block_size` rows of its width. The keys of a head are a run of a block, and so
-    are its values. Tables hold numbers of runs: a block's id times the runs of a block. Layers, k and v, and heads are
+    A group sees the memory as runs, each `block_size` rows with its width. A head's keys are one run in a block, and so
+    are its values. Tables hold run numbers: a block's id times the runs per block. Layers, k and v, and heads are
     other offsets, so kernels read this layout like the other one."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _MixedBlocks:
         values = self._values.as_strided(shape, strides, first * run)
         if not self._scales:
             return values, None
-        run = 2 * self._size  # a key's scale and a value's lie at the place of the key
+        run = 2 * self._size  # a key's scale and a value's lie at the key's place
         return values, self._scales[factor].as_strided((*shape[1:-1], 2), (run, run, 2, 1), first * run)
 
     def clear(self, blocks: torch.Tensor | slice | int) -> None:

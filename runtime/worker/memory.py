@@ -25,11 +25,11 @@ from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, we
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
 _GIB = 1 << 30
-MIN_LOGIT_ROWS = 64  # rows of logits that a step has memory for, at least
+MIN_LOGIT_ROWS = 64  # logits rows that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
-_MOST_SNAPSHOTS = 1024  # an eviction looks at all of them
-_SNAPSHOT_SHARE = 0.25  # of the KV cache's memory, for snapshots of states
-_LIBRARY_BYTES = 1 << 30  # later loads of libraries, and memory of graphs beside their tensors
+_MOST_SNAPSHOTS = 1024  # an eviction looks at all snapshots
+_SNAPSHOT_SHARE = 0.25  # share of the KV cache's memory for state snapshots
+_LIBRARY_BYTES = 1 << 30  # libraries loaded later, and graph memory besides tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ class MemoryPlan:
     weights: int
     kv: int
     kv_cache: KVCacheSpec
-    working: int  # activations, logits and gathered KV of the largest step
+    working: int  # the largest step's activations, logits and gathered KV
     states: int  # the state cache, snapshots included
-    graphs: int  # working memory of the largest CUDA graph, which other steps do not use
-    adapters: int  # room for max_loras of them
-    updates: int  # room for a second copy of the weights, with weight_updates on a GPU
+    graphs: int  # the largest CUDA graph's working memory, which other steps do not use
+    adapters: int  # room for max_loras adapters
+    updates: int  # room for a second copy of the weights, if weight_updates on a GPU
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
-    num_states: int  # rows of the state cache, the null row included; 0 without states
+    num_states: int  # state cache rows, the null row included; 0 without states
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    largest_context: int  # tokens that one request could have in the memory beside the weights
+    largest_context: int  # tokens that one request could have in the memory next to the weights
 
     def __str__(self) -> str:
         num_snapshots = self.num_states - 1 - self.max_num_seqs
@@ -78,7 +78,7 @@ class MemoryPlan:
         return sum(parts)
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
-        """The plan with a KV cache of this number of blocks."""
+        """The plan with this number of blocks in the KV cache."""
         kv = self.kv_cache.total_bytes(num_kv_blocks, self.block_size)
         return replace(self, num_kv_blocks=num_kv_blocks, kv=kv)
 
@@ -102,9 +102,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     updates = _update_bytes(config, spec, numerics)
     room = available - weights - working - graphs - adapters - updates
     states, num_states = 0, 0
-    if (of_states := kv_cache.states) is not None:
-        max_num_seqs = _seqs_with_states(of_states, max_num_seqs, room)
-        states = (max_num_seqs + 1) * (of_states.bytes_per_state + of_states.bytes_per_slot)
+    if (state_spec := kv_cache.states) is not None:
+        max_num_seqs = _seqs_with_states(state_spec, max_num_seqs, room)
+        states = (max_num_seqs + 1) * (state_spec.bytes_per_state + state_spec.bytes_per_slot)
         num_states, room = max_num_seqs + 1, room - states
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB) // spec.shard.size
     if config.kv_cache_memory is not None:
@@ -112,13 +112,13 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     flag = "kv_cache_memory"
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
-    if of_states is not None and config.prefix_cache and config.kv_layout == "paged":
+    if state_spec is not None and config.prefix_cache and config.kv_layout == "paged":
         asked = config.snapshot_memory
         own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-        num_snapshots = min(own // of_states.bytes_per_state, _MOST_SNAPSHOTS)
-        states, num_states = states + num_snapshots * of_states.bytes_per_state, num_states + num_snapshots
-        room -= num_snapshots * of_states.bytes_per_state
-        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * of_states.bytes_per_state
+        num_snapshots = min(own // state_spec.bytes_per_state, _MOST_SNAPSHOTS)
+        states, num_states = states + num_snapshots * state_spec.bytes_per_state, num_states + num_snapshots
+        room -= num_snapshots * state_spec.bytes_per_state
+        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * state_spec.bytes_per_state
 
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
@@ -156,12 +156,12 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
 
 def _seqs_with_states(states: StateGroupSpec, max_num_seqs: int, room: int) -> int:
-    """The most requests of a step. Their states take at most half of the memory beside the weights."""
+    """A step's most requests. Their states take at most half the memory next to the weights."""
     return max(1, min(max_num_seqs, room // 2 // (states.bytes_per_state + states.bytes_per_slot) - 1))
 
 
 def planned_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> KVCacheSpec:
-    """The KV cache of a model, or of a rank's share of it. The longest request decides how its layers are grouped."""
+    """A model's KV cache, or a rank's share. The longest request decides how its layers are grouped."""
     longest = 0 if config.kv_layout == "contiguous" else config.max_model_len or spec.max_positions
     return spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype, longest)
 
@@ -183,7 +183,7 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
 
 
 def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
-    """The plan with a KV cache for `room` bytes, the memory beside the largest step. Raises CallboardError if the plan
+    """The plan with a KV cache for `room` bytes, the memory next to the largest step. Raises CallboardError if the plan
     needs more."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
     fits = (room - plan.graphs - plan.updates) // block_bytes
@@ -203,10 +203,10 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
 
 
 def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
-    """An upper bound for the largest step: activations of one layer and a dequantized weight, fp32 logits with three
-    copies, counts of tokens, gathered KV."""
+    """An upper bound for the largest step: one layer's activations and a dequantized weight, fp32 logits with three
+    copies, token counts, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
-    vocab_size = spec.whole.vocab_size  # ranks have parts of them until a row needs all
+    vocab_size = spec.whole.vocab_size  # ranks have parts until a row needs all
     logits = min(max(max_num_seqs, MIN_LOGIT_ROWS), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
         expanded = 0 if spec.latent is None else 3 * MOST_EXPANDED * size
@@ -216,20 +216,20 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     mask = min(tokens, max_model_len) * max_model_len * size * num_masks
     row = max(mixer.cached.num_kv_heads * mixer.cached.head_dim for mixer in attentions)
     gathered = max(max_model_len, MAX_GATHERED) * 2 * row * 4  # in fp32
-    if spec.latent is not None:  # k and v of some heads, which are computed from latents
-        of_head = spec.latent.expanded + spec.latent.head_dim
-        gathered += max(MAX_EXPANDED, max_model_len * of_head) * 4
+    if spec.latent is not None:  # some heads' k and v, which are computed from latents
+        head_size = spec.latent.expanded + spec.latent.head_dim
+        gathered += max(MAX_EXPANDED, max_model_len * head_size) * 4
     return activations + logits + mask + 2 * gathered
 
 
 def _graph_bytes(
     config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_num_tokens: int, max_num_seqs: int
 ) -> int:
-    """Working memory of the largest CUDA graph, and of libraries."""
+    """Working memory for the largest CUDA graph, and for libraries."""
     if numerics.backend != "triton":
         return 0
     graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
-    num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
+    num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take all ranks' logits
     graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
     return _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
 
@@ -247,12 +247,12 @@ def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
     attending = max(layer.mixer.activations for layer in spec.layers)
     ffn = 3 * max(layer.ffn.size for layer in spec.layers)
-    if spec.experts is not None:  # each choice of a token has its own intermediate values and result
+    if spec.experts is not None:  # each choice for a token has its own intermediate values and result
         beside = max(layer.ffn.beside for layer in spec.layers)
         ffn = max(3 * beside, spec.experts.choices * (ffn + 2 * spec.hidden_size))
     inputs = 2 * spec.num_layers * spec.layer_embed_size
     rows = tokens * (4 * spec.hidden_size + attending + ffn + inputs) * numerics.dtype.itemsize
-    if numerics.rank_invariant:  # results of all leaves
+    if numerics.rank_invariant:  # all leaves' results
         choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
     return rows + dequantized_copy_bytes(spec, numerics)

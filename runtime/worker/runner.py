@@ -1,6 +1,6 @@
 """ModelRunner: one rank's weights and KV cache. Its state can be rebuilt from the engine's requests (C8).
 
-This file is the start of a runner: numerics, memory plan, weights, KV cache, warm-up. The ranks of a group go through
+This file starts a runner: numerics, memory plan, weights, KV cache, warm-up. A group's ranks go through
 it together, in phases. Steps are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels).
 """
 
@@ -77,7 +77,7 @@ class ModelRunner:
         self.eos_token_ids = source.eos_token_ids
         if numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
-        self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
+        self._large_step_us = math.inf  # a decode step with many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
         if is_draft and self.spec.states is not None:
@@ -157,15 +157,15 @@ class ModelRunner:
     def _describe(self) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.spec
         forms = encodings_on_device(spec, numerics)
-        of_fp8 = any(form.startswith("fp8") for form in forms.values())
-        has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
-        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
+        is_fp8 = any(form.startswith("fp8") for form in forms.values())
+        has_fp8 = is_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
+        numeric_parts = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
         whole_cache = planned_cache(self.config, spec.whole, numerics)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
         version, weights = None if self.updates is None else self.updates.version, self._source.fingerprint
         if version is not None:
             weights = version.fingerprint(weights)
-        identity = (weights, *of_numerics, forms, whole_cache, num_sums)
+        identity = (weights, *numeric_parts, forms, whole_cache, num_sums)
         info = ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,

@@ -1,7 +1,7 @@
-"""SlotSampling: the sampling parameters of the slots, and the edits of logits that both samplers make alike.
+"""SlotSampling: the slots' sampling parameters, and the logits edits that both samplers make alike.
 
 A slot's row has the numbers that kernels read. Flags on the host mark the rows that need the second pass.
-Lists of ids, which are rare and of any length, stay on the host.
+Id lists, which are rare and may be long, remain on the host.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits
 
-_DRAWN_AT_ONCE = 32  # rows of logits that are copied for `sampling_logprobs` at a time
-MASKED_LOGIT = -1e9  # of ids that min_tokens holds back: above a grammar's -inf, so that a lone allowed token is drawn
+_DRAWN_AT_ONCE = 32  # logits rows that are copied for `sampling_logprobs` at a time
+MASKED_LOGIT = (
+    -1e9
+)  # min_tokens gives held ids this logit: above a grammar's -inf, so that a lone allowed token is drawn
 
 Bools = NDArray[np.bool_]
 
@@ -55,12 +57,12 @@ class SlotSampling:
         """Forget all requests."""
         num_slots = self.num_slots
         self.rows = np.zeros((num_slots, NUM_PARAMS), np.int32)  # parameters as kernels read them
-        self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens does not affect
+        self.held_until = np.zeros(num_slots, np.int32)  # first position that min_tokens does not affect
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
-        self.changed = np.zeros(num_slots, bool)  # the second pass changes the logits of every token
-        self.bound = np.zeros(num_slots, bool)  # by a grammar
-        self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and the second pass changes nothing else
+        self.changed = np.zeros(num_slots, bool)  # the second pass changes every token's logits
+        self.bound = np.zeros(num_slots, bool)  # a grammar binds them
+        self.only_masked = np.zeros(num_slots, bool)  # a grammar's mask is the second pass's only change
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1 if none is reported
         self.reports_drawn = np.zeros(num_slots, bool)  # sampling_logprobs
         self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> ids of logprob_token_ids
@@ -72,7 +74,7 @@ class SlotSampling:
         """A request's parameters enter its slot. Returns its row, [NUM_PARAMS], floats as their bits."""
         slot, params, table = new.slot, new.params, table_of(type(new.params))
         self.remove(slot)
-        # Ids that the model does not have are ignored: they must not fail the step of others (C9).
+        # Ids that the model does not have are ignored: they must not fail others' step (C9).
         vocab = range(self.vocab_size)
         if bias := [(i, value) for i, value in params.logit_bias if i in vocab]:
             ids, values = zip(*bias, strict=True)
@@ -92,7 +94,7 @@ class SlotSampling:
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
         biased = slot in self.bias or slot in self.allowed
         second_pass = SECOND_PASS if biased else SECOND_PASS - {Effect.BIAS}
-        # The captured pass would change the logits that log-probabilities are reported of.
+        # The captured pass would change the logits that log-probabilities are reported for.
         reported = self.penalised[slot] and params.logprobs is not None
         self.changed[slot] = reported or table.has_effect(params, second_pass)
         others = params.logprobs is not None or self.penalised[slot] or biased
@@ -168,18 +170,18 @@ class SlotSampling:
         if not len(rows):
             return None
         index = self.upload(rows)
-        ids = token_ids.index_select(0, index).long().clamp(min=0)  # the engine delivers nothing of a failed row
+        ids = token_ids.index_select(0, index).long().clamp(min=0)  # the engine delivers nothing from a failed row
         scored = self._scored_ids(slots[rows])
         others = None if scored is None else self.upload(scored)
         chosen = logits.index_select(0, index).float()
         own, ranks, top_ids, top = token_logprobs(chosen, ids, int(wanted.max()), others)
         num_best = top.shape[1] - (0 if others is None else others.shape[1])
-        of_drawn = None if drawn is None else drawn.index_select(0, index)
-        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top, of_drawn)
+        drawn_values = None if drawn is None else drawn.index_select(0, index)
+        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top, drawn_values)
 
     def drawn_logprobs(
         self,
-        logits: torch.Tensor,  # [n, vocab] of the model
+        logits: torch.Tensor,  # [n, vocab] the model's
         token_ids: torch.Tensor,  # [n] drawn from them
         slots: Int32s,  # [n]
         rows: NDArray[np.int64],  # [m] rising: rows that were drawn from other logits
@@ -209,7 +211,7 @@ class SlotSampling:
     def _draw_params(
         self, slots: Int32s, filters: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, int]:
-        """The last arguments of `drawn_logprobs` for rows of these slots."""
+        """The last arguments of `drawn_logprobs` for rows in these slots."""
         columns = self.rows[slots]
         temperatures, top_p, min_p = self.upload(
             *(columns[:, column].view(np.float32) for column in (TEMPERATURE, TOP_P, MIN_P))
@@ -222,7 +224,7 @@ class SlotSampling:
         return temperatures, (self.upload(top_k.copy()), top_p, min_p), most
 
     def _scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
-        """[n, most of one row] the ids of logprob_token_ids, filled up with zeros; None if no row has any."""
+        """The ids in logprob_token_ids [n, one row's most], filled up with zeros; None if no row has any."""
         found = [self.scored.get(slot, ()) for slot in slots.tolist()] if self.scored else []
         if not (most := max(map(len, found), default=0)):
             return None

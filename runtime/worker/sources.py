@@ -143,8 +143,8 @@ class DummySource:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocabulary: Vocabulary | None = None
-    num_labels: int = 0  # of a classifier
-    weight_map: WeightMap = phi.WEIGHT_MAP  # with names for fused maps and for the maps of Llama
+    num_labels: int = 0  # a classifier's labels
+    weight_map: WeightMap = phi.WEIGHT_MAP  # names for fused maps and for Llama's maps
 
     @property
     def fingerprint(self) -> str:

@@ -1,11 +1,11 @@
-"""StateCache: the memory of layers with a state.
+"""StateCache: the memory for layers with a state.
 
-A row of the cache is the state of one request, or a snapshot, in all layers. It lies in one piece, so that one copy
+A cache row is one request's state, or a snapshot, in all layers. It lies in one piece, so that one copy
 restores it:
 
     states of all layers, float32 | positions of all layers, int32 | inputs of the convolutions of all layers
 
-The updates of a request's last tokens belong to its slot. Snapshots do not need them.
+The updates from a request's last tokens belong to its slot. Snapshots do not need them.
 """
 
 from __future__ import annotations

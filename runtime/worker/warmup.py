@@ -16,11 +16,11 @@ from runtime.worker.steps import Steps
 
 logger = logging.getLogger(__name__)
 
-_MANY_ROWS = 64  # of a decode step long enough to show whether masks are hidden behind it
+_MANY_ROWS = 64  # rows in a decode step long enough to show whether masks are hidden behind it
 _LONG = 1100  # tokens; prompts of 1,024 tokens and more attend by another kernel
-_PROMPT_LENS = (1, 8, 32, 300, _LONG)  # mixtures have other tiles for each of them
+_PROMPT_LENS = (1, 8, 32, 300, _LONG)  # mixtures have other tiles for each length
 _CPU_PROMPT_LENS = (1, 32)
-# A grammar that cannot be served. Its output fails after its masks have passed through all kernels of masks.
+# A grammar that cannot be served. Its output fails after its masks have passed through all mask kernels.
 _FAILING = Grammar("", "", "")
 _EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -37,7 +37,7 @@ _EVERYTHING = SamplingParams(
 
 
 class WarmUp:
-    """The warm-up of one runner, within the limits of its memory plan."""
+    """One runner's warm-up, within its memory plan's limits."""
 
     def __init__(self, steps: Steps, memory: MemoryPlan, makes_vectors: bool = False) -> None:
         self.steps, self.max_num_tokens = steps, memory.max_num_batched_tokens
@@ -46,7 +46,7 @@ class WarmUp:
         self.longest_prompt = min(self.max_num_tokens, memory.max_model_len - 1)
         self.adapter = int(
             memory.adapters > 0
-        )  # index for the first row of a step with an adapter; 0 without room for adapters
+        )  # index for the first row in a step with an adapter; 0 without room for adapters
 
     def run_largest_steps(self) -> None:
         """The most rows and tokens of a step, in many prompts and in one."""
@@ -55,7 +55,7 @@ class WarmUp:
         self._run_prompts([self.longest_prompt], adapter=self.adapter)
 
     def build_kernels(self, on_gpu: bool) -> None:
-        """Run rows of one token, of a few and of many. Libraries build every kernel now, so that requests do not wait
+        """Run rows with one, a few and many tokens. Libraries build every kernel now, so that requests do not wait
         for a compiler."""
         for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
             for adapter in range(self.adapter + 1):
@@ -68,13 +68,13 @@ class WarmUp:
         logger.info("kernels: built and run once")
 
     def large_step_us(self) -> float:
-        """Time of a decode step of many rows, with a few steps in flight."""
+        """Time of a decode step with many rows, a few steps in flight."""
         return min(self._step_us(min(_MANY_ROWS, self.most_rows), 4) for _ in range(2))
 
     def time_steps(self, is_draft: bool) -> tuple[tuple[tuple[int, float], ...], float]:
         """Measure the times that speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size.
 
-        Several steps are in flight, as in serving. A draft model gets one plan of several steps."""
+        Several steps are in flight, as in serving. A draft model gets one plan with several steps."""
         in_a_row = 16 if self.steps.asynchronous else 1
         sizes = [1 << i for i in range(8) if 1 << i <= self.most_rows]
         num_plans, num_steps = (1, in_a_row) if is_draft else (in_a_row, 1)
@@ -95,7 +95,7 @@ class WarmUp:
         self.steps.launch(plan)()
 
     def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1) -> float:
-        """Time of one decode step, measured over `num_plans` plans of `num_steps` steps."""
+        """Time of one decode step, measured over `num_plans` plans with `num_steps` steps each."""
         zeros, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
         slots = np.arange(num_rows, dtype=np.int32)
         plan = StepPlan(0, slots=slots, num_computed=zeros, num_tokens=ones, num_samples=ones, num_steps=num_steps)

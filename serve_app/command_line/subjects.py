@@ -58,7 +58,8 @@ SUBJECTS = {
          "draft_shared"),
     ),
     "adapters": Subject(
-        "adapters (LoRA), which clients use as models", ("lora", "max_loras", "max_lora_rank", "lora_folder")
+        "adapters (LoRA), which clients use as models",
+        ("lora", "max_loras", "max_lora_rank", "lora_folder", "lora_on_demand"),
     ),
     "weights": Subject(
         "updates of the weights by a trainer, while the server runs",

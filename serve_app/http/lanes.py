@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -94,13 +94,28 @@ LONG_REQUESTS = Lane("long-requests", 2)
 LONG_ANSWERS = Lane("long-answers", 1)
 
 
-async def run_preparation(body: bytes, owner: str, may_render: bool, work: Callable[[], _T]) -> _T:
-    """Return the result of `work`, which parses the request in `body`.
+class NeedsStart(Exception):
+    """Raised for a request that can be prepared after `start`, which returns when its engine or adapter is there."""
 
-    `may_render` is true if it may render a chat template, which the event loop never does."""
-    if is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
-        return await LONG_REQUESTS.run(owner, work, len(body))
-    return await SHORT_CHATS.run(owner, work) if may_render else work()
+    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.start = start
+
+
+async def run_preparation(
+    body: bytes, owner: str, may_render: bool, work: Callable[[], _T], has_more: bool = False
+) -> _T:
+    """Return the result of `work`, which parses the request in `body`. It is repeated after a start that it needs.
+
+    `may_render` is true if it may render a chat template, which the event loop never does. `has_more` is true if
+    `work` reads much more than the body."""
+    while True:
+        try:
+            if has_more or is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
+                return await LONG_REQUESTS.run(owner, work, len(body))
+            return await SHORT_CHATS.run(owner, work) if may_render else work()
+        except NeedsStart as e:
+            await e.start()
 
 
 async def run_rendering(is_long: bool, owner: str, work: Callable[[], _T]) -> _T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
@@ -24,14 +23,6 @@ class AnsweredAtOnce(Exception):
     def __init__(self, content: bytes, model: str, keep_s: float | None) -> None:
         super().__init__(content)
         self.content, self.model, self.keep_s = content, model, keep_s
-
-
-class NeedsEngine(Exception):
-    """Raised for a request that can be prepared after `start`, which returns when its model has an engine."""
-
-    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
-        super().__init__()
-        self.start = start
 
 
 class Endpoint(ABC, Generic[R]):

@@ -25,7 +25,7 @@ from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import MAX_SESSION_CHARS, SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
-from serve_app.service.models import Models, when_started
+from serve_app.service.models import Models
 from serve_app.service.numbered_streams import NumberedStream, with_event_ids
 from serve_app.service.recorded import RecordedRequests
 from serve_app.settings import HttpSettings
@@ -78,9 +78,8 @@ class Generation:
         def prepare() -> PreparedRequest[Any]:
             return self._prepare(self._endpoint.read(body), scope)
 
-        run = partial(run_preparation, body, scope["owner"], self._endpoint.renders_chats, prepare)
         try:
-            return await when_started(run)
+            return await run_preparation(body, scope["owner"], self._endpoint.renders_chats, prepare)
         except AnsweredAtOnce as e:
             await self._models.of(e.model).sleep.load(e.keep_s)
             raise

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from runtime.base.types import Request
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta
 from serve_app.observability.context import RequestContext
 from serve_app.observability.exposition import exposition
+from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
+from serve_app.service.adapter_folder import AdapterFolder
 from serve_app.service.checks import unknown_model
-from serve_app.service.endpoint import Endpoint, NeedsEngine
+from serve_app.service.endpoint import Endpoint
 from serve_app.service.model_card import ModelCard
 from serve_app.service.service import Service
-
-_T = TypeVar("_T")
 
 
 class Models:
     """One service for each model. The first one takes requests without a name."""
+
+    adapter_folder: AdapterFolder | None = None  # of adapters that load at their first request
 
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = tuple(services)
@@ -54,12 +57,21 @@ class Models:
         raise unknown_model(name, [name for service in self for name in service.names()])
 
     def named(self, name: str | None) -> ServedModel:
-        """Return the model or adapter with this name; raises ApiError as `of` does."""
-        return self.of(name).named(name)
+        """Return the model or adapter with this name; raises errors as `_wanted` does."""
+        return self._wanted(name).named(name)
 
     def computing(self, name: str | None) -> ServedModel:
-        """Return a model for prompts that engines compute; raises NeedsEngine before the first engine."""
-        return self.of(name).computing(name)
+        """Return a model for prompts that engines compute; raises NeedsStart before the first engine."""
+        return self._wanted(name).computing(name)
+
+    def _wanted(self, name: str | None) -> Service:
+        """Return the service of a request's model; raises NeedsStart for an adapter that the folder may have."""
+        try:
+            return self.of(name)
+        except ApiError as e:
+            if e.status == 404 and name and self.adapter_folder is not None:
+                self.adapter_folder.check(self._services, name)
+            raise
 
     def model_card(self, name: str | None) -> ModelCard:
         """Return OpenAI's model object for a name; raises ApiError as `of` does."""
@@ -67,7 +79,12 @@ class Models:
 
     def model_cards(self) -> list[ModelCard]:
         """Return the objects of all names, beginning with the first model."""
-        return [card for service in self for card in service.model_cards()]
+        cards = {}
+        for card in (card for service in self for card in service.model_cards()):
+            if card.id in cards:  # another model's adapter has this name, too
+                card.id = f"{card.parent}:{card.id}"
+            cards[card.id] = card
+        return [*cards.values()]
 
     def health(self) -> str | None:
         """Return a sentence with the reason if requests for the first model cannot be served now, else None."""
@@ -82,7 +99,8 @@ class Models:
             raise invalid("lora_name", f"is {shortened(name)!r}, which is another model's name")
         if own.sleep.is_allowed:
             await own.sleep.start_engine()
-        await own.load_adapter(name, path, may_replace)
+        folder = self.adapter_folder
+        await own.load_adapter(name, path, may_replace, None if folder is None else partial(folder.replaceable, own))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload the adapter of any model as `Service.unload_adapter` does."""
@@ -107,7 +125,7 @@ class Models:
         self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
     ) -> PreparedRequest[R]:
         """Check one API request as its model's `Service.prepare` does."""
-        return self.of(request.model).prepare(endpoint, request, request_id, owner, answer_id)
+        return self._wanted(request.model).prepare(endpoint, request, request_id, owner, answer_id)
 
     def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None
@@ -120,12 +138,3 @@ class Models:
     ) -> list[bytes]:
         """Return the pooled result of each request to this model."""
         return await self.of(model.base).pool(answer_id, requests, context)
-
-
-async def when_started(prepare: Callable[[], Awaitable[_T]]) -> _T:
-    """Return the result of `prepare`, which is repeated after an engine that it needs has started."""
-    while True:
-        try:
-            return await prepare()
-        except NeedsEngine as e:
-            await e.start()

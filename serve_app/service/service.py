@@ -15,7 +15,7 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from actors.wire.engine_client import EngineClient, EngineRefusal
+from actors.wire.engine_client import EngineClient, EngineRefusal, Replaceable
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError, FinishReason, Request
@@ -28,13 +28,14 @@ from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
+from serve_app.http.lanes import NeedsStart
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
 from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.service.checks import check_token_ids, check_work, unknown_model
-from serve_app.service.endpoint import Endpoint, NeedsEngine
+from serve_app.service.endpoint import Endpoint
 from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
@@ -109,10 +110,22 @@ class Service:
         )
 
     def _as_served(self, name: str | None) -> str:
-        """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`."""
-        forms = [] if not name else [name, name.removesuffix(_LATEST), name + _LATEST]
-        names = self.names()
-        return next((form for form in forms if form in names), name or self.model)
+        """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`.
+
+        BASE:ADAPTER is an adapter of the model BASE, in the form of ray.serve.llm."""
+        if not name:
+            return self.model
+        forms, names = [name, name.removesuffix(_LATEST), name + _LATEST], self.names()
+        if adapter := self.adapter_name(name):
+            forms += [
+                form for form in (adapter, adapter.removesuffix(_LATEST)) if form in self._client.adapters.served()
+            ]
+        return next((form for form in forms if form in names), name)
+
+    def adapter_name(self, name: str) -> str:
+        """Return the ADAPTER of BASE:ADAPTER if BASE is a name of this model; empty for another form."""
+        bases = [base for base in (self.model, *self._aliases) if name.startswith(f"{base}:")]
+        return name[len(max(bases, key=len)) + 1 :] if bases else ""
 
     def serves(self, name: str) -> bool:
         """True if requests may have this name."""
@@ -121,10 +134,11 @@ class Service:
     def computing(self, name: str | None) -> ServedModel:
         """Return a model as `named` does, for prompts that engines compute.
 
-        Raises NeedsEngine if no engine has reported the model's facts so far."""
+        Raises NeedsStart if no engine has reported the model's facts so far."""
         model = self.named(name)
         if not model.info.fingerprint:
-            raise NeedsEngine(self.sleep.start_engine)
+            raise NeedsStart(self.sleep.start_engine)
+        self._client.adapters.expect(model.adapter)
         return model
 
     def names(self) -> list[str]:
@@ -170,15 +184,23 @@ class Service:
         """Return the objects of all names, the model's first."""
         return [self.model_card(name) for name in self.names()]
 
-    async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
-        """Load the adapter in a folder under this name; returns when all engines have it, or raises ApiError."""
+    def adapter_paths(self) -> dict[str, str]:
+        """Return the folder of each adapter that is loaded, by name."""
+        return {name: state.entry.path for name, state in self._client.adapters.served().items()}
+
+    async def load_adapter(
+        self, name: str, path: str, may_replace: bool, replaceable: Replaceable | None = None
+    ) -> None:
+        """Load the adapter in a folder under this name; returns when all engines have it, or raises ApiError.
+
+        `replaceable` is that of `AdapterClient.load`."""
         if name in (self.model, *self._aliases):
             raise invalid("lora_name", f"is {shortened(name)!r}, which is already a name of the model itself")
         if name in self._client.adapters.served() and not may_replace:
             text = "which is a model here already; unload it first, or send load_inplace"
             raise invalid("lora_name", f"is {shortened(name)!r}, {text}")
         try:
-            await self._client.adapters.load(name, path)
+            await self._client.adapters.load(name, path, replaceable)
         except EngineRefusal as e:
             raise refused(e) from e
         except CallboardError as e:
@@ -186,7 +208,7 @@ class Service:
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests with the adapter; returns when running ones have ended."""
-        if name not in self._client.adapters.served():
+        if (name := self._as_served(name)) not in self._client.adapters.served():
             raise unknown_model(name, self.names(), "lora_name")
         await self._client.adapters.unload(name)
 

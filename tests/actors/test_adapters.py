@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from actors.runners.step_channel import RunnersLost
+from actors.wire.engine_client import EngineRefusal
 from benchmarks.library.make_adapter import save_adapter
 from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable
@@ -233,3 +234,41 @@ async def test_new_runners_load_what_was_read_from_a_bucket(folders, tmp_path, m
         assert again.adapter == old.adapter
         await group.adapters.load("b", "memory://bucket/sql")
         assert with_adapter(group, "b").adapter != old.adapter
+
+
+async def test_least_recently_used_adapter_makes_room_everywhere(folders):
+    a, b, c = folders
+    engines = [Engine(delay_s=0.002, max_loras=2) for _ in range(2)]
+    async with Group(*engines) as group:
+        other = link_to(*engines)
+        await other.start()
+        await eventually(lambda: len(healthy(other)) == 2)
+
+        async def replaceable():
+            return group.adapters.served().keys()
+
+        async def load(front, name, path):
+            await front.adapters.load(name, path, replaceable)
+
+        await load(group, "a", a)
+        await load(group, "b", b)
+        await eventually(lambda: other.adapters.served().keys() == {"a", "b"})
+        asked = [replace(with_adapter(other, "a", i), request_id=f"r{i}") for i in range(4)]  # another front uses it
+        await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
+        await load(group, "c", c)
+        assert group.adapters.served().keys() == {"a", "c"}
+
+        for engine in engines:
+            pace(engine, 0.1)
+        asked = [with_adapter(group, "c", max_tokens=80)]
+        reading = asyncio.gather(read(group, asked[0]))
+        await eventually(lambda: sum(map(live, engines)) == 1)
+        other.adapters.expect(with_adapter(other, "a").adapter)
+        with pytest.raises(EngineRefusal, match="Requests use all adapters that are loaded, so 'b' has no place"):
+            await load(other, "b", b)
+        await load(group, "b", b)  # only the other front expects a request for it
+        assert group.adapters.served().keys() == {"b", "c"}
+        for engine in engines:
+            pace(engine, 0.0)
+        await check(reading, asked)
+        other.close()

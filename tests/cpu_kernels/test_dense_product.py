@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.linear.compiled_linear import Around
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, SPAN, dense_product
-from runtime.kernels.cpu.linear.dense_weight import exact_dtype, packed_blocks
 from runtime.kernels.cpu.linear.lookup import dense_lookup
+from runtime.kernels.cpu.linear.pack import exact_dtype, packed_blocks
 from runtime.kernels.linear.linear_torch import Linear, lookup_torch
 from runtime.kernels.llvm.compiler import assembly, target_of
 from runtime.kernels.llvm.launcher import Launcher

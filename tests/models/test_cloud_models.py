@@ -15,7 +15,7 @@ from runtime.loading.sources import cloud
 from runtime.loading.sources.names import CLOUD_PACKAGES, CloudName, HubName, absolute, parse
 from runtime.loading.sources.stored import stored_models
 from runtime.output.fields import FieldError
-from serve_app.apis.management.allowed_folder import path_within
+from serve_app.service.allowed_folder import path_within
 
 MODEL = "memory://bucket/llama"
 WEIGHTS = bytes(range(256)) * 40

@@ -50,7 +50,7 @@ class DecoderSpec:
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float = 0.0  # scaled logits become cap * tanh(logit / cap); 0 for none
 
-    # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
+    # Schemes (runtime.quant.scheme) for the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
     shard: Shard = ALONE  # this spec holds the layers' shares and the vocab_size of this rank
@@ -104,19 +104,19 @@ class DecoderSpec:
         return self.of_all_ranks or self
 
     def first_kv_head(self, layer: int) -> int:
-        """Return the index, in the whole model, of this rank's first K/V head of a layer. With fewer heads than ranks,
+        """Return the index, in the whole model, of this rank's first K/V head in a layer. With fewer heads than ranks,
         neighbouring ranks share one."""
         return self.shard.rank * self.whole.layers[layer].mixer.num_kv_heads // self.shard.size
 
     @property
     def token_ids(self) -> range:
-        """The token ids of this rank's rows of the embedding and the head, and of its logits."""
+        """The token ids in this rank's embedding rows, head rows and logits."""
         return self.shard.vocabulary(self.whole.vocab_size)
 
     def of_rank(self, shard: Shard) -> DecoderSpec:
-        """Return the spec of one rank of a tensor-parallel group. `self` is the spec of a whole model.
+        """Return the spec for one rank in a tensor-parallel group. `self` is a whole model's spec.
 
-        Raises CallboardError if a group of that size cannot divide the model."""
+        Raises CallboardError if a group with that size cannot divide the model."""
         if shard.size == 1:
             return self
         if not self._is_divided_by(shard.size):
@@ -232,9 +232,9 @@ class DecoderSpec:
         return kv_cache_dtype
 
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto", longest: int = 0) -> KVCacheSpec:
-        """Return the KV cache of this model for a compute dtype such as "bfloat16".
+        """Return this model's KV cache for a compute dtype such as "bfloat16".
 
-        Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
+        Sliding layers keep only their window if requests up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         parts = defaultdict[tuple[CachedShape, bool, int | None], list[int]](list)
         sources = list(range(self.num_layers))

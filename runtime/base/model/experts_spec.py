@@ -10,27 +10,27 @@ from runtime.base.types import CallboardError
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
+    """A mixture of feed-forward layers in place of one; `ffn_size` is one expert's size.
 
     Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
 
-    num_experts: int  # without the shared ones
-    top_k: int  # of them per token
-    normalized: bool  # the weights of a token's top_k are scaled to sum to one
+    num_experts: int  # experts but the shared ones
+    top_k: int  # experts chosen per token
+    normalized: bool  # a token's top_k weights are scaled to sum to one
     shared: int = 0
-    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
+    # The shared experts' weight is the sigmoid of one more router row; otherwise it is 1.
     shared_gate: bool = False
-    # Of the router's logits. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these alone.
+    # How logits become scores. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these.
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
-    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
-    scale: float = 1.0  # factor of the weights of the top_k
-    expert_scales: bool = False  # weights are multiplied by a factor of their expert
-    own_norm: bool = False  # the router has a norm in place of that of the experts, times hidden_size ** -0.5
+    choice_bias: bool = False  # a bias is added to the scores that choose the top_k, not to their weights
+    sum_eps: float = 0.0  # added, if normalized, to the sum that divides the weights
+    scale: float = 1.0  # factor for the top_k weights
+    expert_scales: bool = False  # weights are multiplied by their expert's factor
+    own_norm: bool = False  # the router has its own norm, times hidden_size ** -0.5, not the experts' norm
     router_bias: bool = False  # the router's logits have a bias
     float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
-    groups: int = 1  # of neighbouring experts
-    top_groups: int = 1  # the best of them, to which the choice is limited
+    groups: int = 1  # groups of neighbouring experts
+    top_groups: int = 1  # the best groups, to which the choice is limited
     group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def chooses_experts(parameter: str) -> bool:
 
 
 def of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that choose the experts of a layer."""
+    """Return the shapes of the parameters that choose a layer's experts."""
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
     if experts.router_bias:
         shapes[f"{prefix}router.bias"] = (experts.num_experts,)

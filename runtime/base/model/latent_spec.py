@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as data.
 
-The cache has one vector for each token and layer. It consists of a latent of `rank` numbers and of a key's rotary part,
-which all heads share. Keys and values of every head are linear maps of the latent."""
+The cache has one vector for each token and layer: a latent with `rank` elements and a key's rotary part, which all
+heads share. Every head's keys and values are projections of the latent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LatentSpec:
 
     @property
     def expanded(self) -> int:
-        """The rows of kv_b of one head: its k without positions, then its v."""
+        """One head's rows in kv_b: its k without positions, then its v."""
         return self.nope_dim + self.value_dim
 
     @property
@@ -66,7 +66,7 @@ class LatentSpec:
         return 2 * (self.q_rank + self.stored) + self.num_heads * of_head
 
     def has_whole_blocks(self, size: int) -> bool:
-        """Return True if a head's outputs of both maps of kv_b consist of whole blocks of `size`."""
+        """Return True if a head's outputs in both kv_b maps consist of whole blocks of `size`."""
         return self.rank % size == 0 and self.value_dim % size == 0
 
     def is_divided_by(self, size: int) -> bool:

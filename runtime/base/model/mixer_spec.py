@@ -41,7 +41,7 @@ class DeltaRuleSpec(StateMixerSpec):
 
     @property
     def values(self) -> int:
-        """The width of all heads of v, and of z, the gate of the output."""
+        """The width of all v heads, and of z, the output gate."""
         return self.value_heads * self.value_dim
 
     @property
@@ -84,7 +84,7 @@ class DeltaRuleSpec(StateMixerSpec):
 
     def shares(self, whole: DeltaRuleSpec, shard: Shard, part: str) -> list[Share]:
         """Return a rank's shares of the maps in a parameter."""
-        # Tiled value heads of a rank's key heads are several ranges.
+        # A rank's key heads have tiled value heads in several ranges.
         tiles = self.value_heads // self.key_heads if self.tiled else 1
         keys, values = shard.share(self.key_heads * self.key_dim), [shard.share(self.values // tiles)] * tiles
         heads = [shard.share(self.value_heads // tiles)] * tiles
@@ -116,7 +116,7 @@ class ShortConvSpec(StateMixerSpec):
         return StateGroupSpec(layers, self.channels, dtype)
 
     def linears(self, hidden: int, scheme_of: SchemeOf) -> Linears:
-        """Return the maps: gate of the input, gate of the output and x as one."""
+        """Return the maps: input gate, output gate and x as one."""
         into: Shapes = {"mix_in": (3 * self.channels, hidden)}
         return {"mix_in": (into, self.bias), "mix_out": ({"mix_out": (hidden, self.channels)}, self.bias)}
 

@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel group divide a parameter among themselves (Megatron-LM, arXiv 1909.08053).
+"""How the ranks in a tensor-parallel group divide a parameter among themselves (Megatron-LM, arXiv 1909.08053).
 
 The rule follows from a parameter's role, not from its storage. A weight format receives the rank's parts of a
 parameter, and finds the same parts in its own tensors."""
@@ -13,17 +13,17 @@ from runtime.base.shard import NUM_LEAVES, Shard, Share
 
 
 class Sharding(Enum):
-    """The share of one rank. Weights of linear maps are [out, in]."""
+    """One rank's share. Linear weights are [out, in]."""
 
     REPLICATED = "replicated"  # the whole parameter
-    COLUMN = "column"  # some outputs: rows of the weight and of its bias, and of a norm over all of them
+    COLUMN = "column"  # some outputs: rows of the weight, its bias, and a norm over all outputs
     ROW = "row"  # some inputs: columns of the weight. Results are summed over the ranks, then the bias is added once
-    VOCABULARY = "vocabulary"  # some tokens: rows of the embedding and of the output head
+    VOCABULARY = "vocabulary"  # some tokens: rows of the embedding and the output head
     EXPERT_INNER = "expert-inner"  # some of each expert's intermediate values: rows of gate and up, columns of down
 
 
 class Part(NamedTuple):
-    """A range of one dimension of a parameter."""
+    """A range in one dimension of a parameter."""
 
     dim: int
     start: int
@@ -37,7 +37,7 @@ _DIVIDED_DIM = {
     "q_b": 0, "kv_b": 0, "k_b": 0, "v_b": 0, "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
 
-# A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
+# A map with rows that the checkpoint groups by head -> the maps that loading makes from it (models/linear_maps.py)
 UNGROUPED = {"gated_q": ("q_gate", "q"), "mix_qkvz": ("mix_qkv", "mix_z"), "mix_ba": ("mix_b", "mix_a")}
 
 
@@ -54,14 +54,14 @@ def sharding_of(parameter: str) -> Sharding:
 
 
 def _part_of(parameter: str) -> str:
-    """Return the last part of a name: q of layers.3.q.weight, q_heads_norm of layers.3.q_heads_norm."""
+    """Return a name's last part: q in layers.3.q.weight, q_heads_norm in layers.3.q_heads_norm."""
     return parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
-    """Return the ranges of a parameter that the rank of a spec (`DecoderSpec.of_rank`) holds, rising; () for all of it.
+    """Return a parameter's ranges that a spec's rank (`DecoderSpec.of_rank`) holds, rising; () for the whole parameter.
 
-    A tensor of several fused maps has one range per map."""
+    A tensor with several fused maps has one range per map."""
     if spec.shard.size == 1 or sharding_of(parameter) is Sharding.REPLICATED:
         return ()
     dim, divided = _divided(spec, parameter)
@@ -69,9 +69,9 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
 
 
 def place_in_tensor(spec: DecoderSpec, parameter: str) -> Part | None:
-    """Return the range of a shared expert's map in the tensor that checkpoints have of all shared experts.
+    """Return a shared expert's range in the tensor that checkpoints have for all shared experts.
 
-    None for a parameter with a tensor of its own."""
+    None for a parameter with its own tensor."""
     experts = spec.experts
     if experts is None or experts.shared < 2 or ".experts." not in parameter:
         return None
@@ -81,7 +81,7 @@ def place_in_tensor(spec: DecoderSpec, parameter: str) -> Part | None:
 
 
 def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the tensor that checkpoints have for a parameter of this shape."""
+    """Return the shape of the tensor that checkpoints have for a parameter with this shape."""
     if (place := place_in_tensor(spec, parameter)) is None:
         return shape
     assert spec.experts is not None
@@ -95,7 +95,7 @@ def ungrouped(parameter: str) -> list[str]:
 
 
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
-    """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own.
+    """Return a parameter's leaves that a spec's rank holds, rising. Each fused map has its own.
 
     Maps that the checkpoint groups by head have leaves by their names in UNGROUPED. A map that each rank has whole is
     one leaf."""
@@ -130,10 +130,10 @@ def _shares(spec: DecoderSpec, parameter: str) -> list[Share]:
     if part in ("embed", "head", "layer_embed"):
         return [Share(spec.token_ids, whole.vocab_size)]
     # every rank has these maps whole
-    of_all = {"layer_gate": whole.layer_embed_size, "layer_out": whole.hidden_size}
-    of_all["layer_embed_map"] = whole.layer_embed_size * whole.num_layers
-    if part in of_all:
-        return [Share(range(of_all[part]), of_all[part])]
+    whole_sizes = {"layer_gate": whole.layer_embed_size, "layer_out": whole.hidden_size}
+    whole_sizes["layer_embed_map"] = whole.layer_embed_size * whole.num_layers
+    if part in whole_sizes:
+        return [Share(range(whole_sizes[part]), whole_sizes[part])]
     index = int(parameter.split(".")[1])
     layer, whole_layer = spec.layers[index], whole.layers[index]
     if part in ("gate", "up", "gate_up", "down"):

@@ -1,4 +1,4 @@
-"""SnapshotPool: rows of the runners' state cache, for live requests and for snapshots of prefixes.
+"""SnapshotPool: rows in the runners' state cache, for live requests and for prefix snapshots.
 
 A model with recurrent states can continue a cached prefix only from the state at its end. A snapshot is such a state at
 a multiple of chunk tokens, found by the cached KV block that ends there. Each live request holds one row, so snapshots
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-NULL_ROW = 0  # of padding; never allocated
+NULL_ROW = 0  # padding's row; never allocated
 
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """The state after a prefix."""
 
-    row: int  # in the state cache
+    row: int  # state cache row
     block: int  # the cached KV block that ends the prefix
-    position: int  # tokens of the prefix
+    position: int  # tokens in the prefix
     parent: Snapshot | None  # the longest shorter prefix with a snapshot; it may be evicted
     last_use: int = 0  # the pool's clock when it was made or restored
 
@@ -44,7 +44,7 @@ class SnapshotPool:
         return len(self._by_block)
 
     def longest(self, blocks: list[int]) -> Snapshot | None:
-        """Return the snapshot of the longest prefix of the cached `blocks`, or None."""
+        """Return the snapshot for the longest prefix of the cached `blocks`, or None."""
         found = self._by_block
         return next((found[block] for block in reversed(blocks) if block in found), None)
 
@@ -65,7 +65,7 @@ class SnapshotPool:
         self._free.append(row)
 
     def take(self, position: int, parent: Snapshot | None, reserved: int = 0) -> Snapshot | None:
-        """Return a snapshot of a prefix of `position` tokens, with a row but without a block yet.
+        """Return a snapshot for a prefix with `position` tokens, with a row but without a block yet.
 
         None if all snapshots are worth more, or if fewer than `reserved` rows would remain for requests."""
         new = Snapshot(NULL_ROW, 0, position, parent, self._clock)
@@ -113,7 +113,7 @@ class SnapshotPool:
         self._free.append(snapshot.row)
 
     def find_faults(self, held: Iterable[int], pending: Iterable[int]) -> list[str]:
-        """Return one sentence for each row in a wrong place. `held` are the rows of requests, `pending` the rows of
+        """Return one sentence for each row in a wrong place. `held` are the requests' rows, `pending` the rows of
         snapshots without a block."""
         rows = [*self._free, *held, *pending, *(snapshot.row for snapshot in self._by_block.values())]
         if sorted(rows) == list(range(NULL_ROW + 1, self.num_rows)):

@@ -1,15 +1,15 @@
-"""StateCacheManager: block tables for a model with recurrent states, and the snapshots of its states.
+"""StateCacheManager: block tables for a model with recurrent states, and snapshots of its states.
 
 Tokens before `prompt_end`, the prompt's last token, are computed in chunks from multiples of `chunk` on. Later tokens
 are computed one after another, with other last bits. Only the former are canonical: their keys, values and states equal
-the ones of the same prefix in any other request (C5). So only they are cached, and every row of a prompt ends at a
+those for the same prefix in any other request (C5). So only they are cached, and every prompt row ends at a
 multiple of `chunk` or reaches `prompt_end`.
 
 Snapshots are taken within rows:
 
-- at the last multiple of `chunk` in a prompt, where the next turn of a conversation begins
+- at the last multiple of `chunk` in a prompt, where a conversation's next turn begins
 - where another prompt has branched off: cached blocks reach further than the last snapshot
-- every SPACING tokens of a long prompt, so that little is lost with a preemption or a runner
+- every SPACING tokens in a long prompt, so that little is lost with a preemption or a runner
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SPACING = 8192  # tokens between snapshots within a prompt
 class _Record:
     """What a request in a slot has."""
 
-    row: int  # of the state cache
+    row: int  # state cache row
     restored: int  # row of the snapshot that it continues; 0 for none, or if it is its own row
-    last: Snapshot | None  # the last snapshot of its prefix
+    last: Snapshot | None  # its prefix's last snapshot
     branch: int  # position at which another prompt has branched off; 0 if unknown
     considered: int = 0  # position up to which snapshots were taken, or were not worth it
 
@@ -56,7 +56,7 @@ class StateCacheManager(KVCacheManager):
             raise CallboardError(f"block_size is {info.block_size}; for a model with states it must divide {chunk}.")
         self._max_num_seqs = max_num_seqs
         self._records: dict[RequestState, _Record] = {}
-        self._pending: list[tuple[RequestState, Snapshot]] = []  # of the step that is being planned
+        self._pending: list[tuple[RequestState, Snapshot]] = []  # snapshots in the step that is being planned
         super().__init__(info, prefix_cache, max_chunk, order)
         self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
 
@@ -79,7 +79,7 @@ class StateCacheManager(KVCacheManager):
         super().on_evict(blocks)
 
     def row_tokens(self, state: RequestState, count: int) -> int:
-        """Round a row of `count` tokens down to a multiple of `chunk`, unless it reaches the prompt's last token.
+        """Round a row with `count` tokens down to a multiple of `chunk`, unless it reaches the prompt's last token.
 
         A row also ends where another prompt has branched off."""
         start, record = state.num_computed, self._records.get(state)

@@ -1,7 +1,7 @@
 """Products of each head with its own matrix: q with the keys' part of kv_b, attended latents with the values' part.
 
-A step of few rows reads the matrices once, with many small programs. Each has its part of a matrix in registers before
-the kernel before it ends. In deterministic mode tiles have one shape, and
+A step with few rows reads the matrices once, with many small programs. Each has its part of a matrix in registers
+before the previous kernel ends. In deterministic mode tiles have one shape, and
 all sums one order."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 _MANY = 64  # tokens from which tiles are large
-_WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
+_WHOLE_ROWS = 512  # matrix rows that fit into a program's registers
 
 
 @jit(do_not_specialize=["num_tokens"])
 def _head_product_kernel(
     x_ptr,  # [num_tokens, num_heads, K], tokens x_stride and heads x_head_stride apart
-    weight_ptr,  # a matrix [K, N] of each head, weight_stride apart
+    weight_ptr,  # each head's matrix [K, N], weight_stride apart
     out_ptr,  # [num_tokens, num_heads, N], tokens out_stride and heads out_head_stride apart
     num_tokens,
     x_stride,
@@ -27,8 +27,8 @@ def _head_product_kernel(
     out_head_stride,
     K: tl.constexpr,
     N: tl.constexpr,
-    K_STRIDE: tl.constexpr,  # between rows of a matrix
-    N_STRIDE: tl.constexpr,  # between its columns
+    K_STRIDE: tl.constexpr,  # distance of matrix rows
+    N_STRIDE: tl.constexpr,  # distance of matrix columns
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -42,7 +42,7 @@ def _head_product_kernel(
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
     is_token, is_col = (tokens < num_tokens)[:, None], (cols < N)[None, :]
     WHOLE: tl.constexpr = BLOCK_K >= K
-    if WHOLE:  # before the wait: no kernel of a step writes weights
+    if WHOLE:  # loaded before the wait: no kernel in a step writes weights
         whole = tl.load(weights, mask=is_col & (ks < K)[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -60,7 +60,7 @@ def _head_product_kernel(
 
 
 def head_product_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_heads, N] of x [num_tokens, num_heads, K] and a matrix [K, N] of each head."""
+    """Multiply x [num_tokens, num_heads, K] with each head's matrix [K, N]: [num_tokens, num_heads, N]."""
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 

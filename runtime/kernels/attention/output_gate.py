@@ -7,7 +7,7 @@ import torch
 from runtime.kernels.exact_functions import sigmoid
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
-_BLOCK = 1024  # columns of a program
+_BLOCK = 1024  # columns per program
 
 
 def gate_output_torch(

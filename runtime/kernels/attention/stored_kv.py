@@ -15,10 +15,10 @@ import torch
 
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
-# Attention weights times the scales of values are float16. With 2 ** 6 as the largest weight, scales of 1e-6 to 1,000
+# Attention weights times value scales are float16. With 2 ** 6 as the largest weight, scales from 1e-6 to 1,000
 # keep all their digits.
 WEIGHT_LOG2 = constexpr(6.0)
-# Instructions that turn four bytes into two pairs of float16. An int8 plus 128 becomes the low bits of a float16
+# Instructions that turn four bytes into two float16 pairs. An int8 plus 128 becomes the low bits of a float16
 # between 1,024 and 2,048, and 1,152 is subtracted.
 _INT8_PAIRS = constexpr("""{
 .reg .b32 x, a, b, m;
@@ -45,22 +45,22 @@ MAX_VALUE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 class KVLayer(NamedTuple):
     """One layer's cache."""
 
-    # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]; of latents [1, 1, num_blocks, block_size, size]
+    # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]; latents: [1, 1, num_blocks, block_size, size]
     values: torch.Tensor
     # e4m3: float32 [2, num_kv_heads]. int8: float16 [num_kv_heads, num_blocks, block_size, 2].
     scales: torch.Tensor | None = None
-    group: int = 0  # the number of the layer's group (KVCacheSpec.groups)
+    group: int = 0  # the layer's group number (KVCacheSpec.groups)
 
 
 def scaling(scales: torch.Tensor | None) -> Literal["none", "head", "token"]:
-    """The owner of a scale: nothing, a head, or a token in a head; the SCALES of the kernels."""
+    """A scale's owner: nothing, a head, or a token in a head; the kernels' SCALES."""
     if scales is None:
         return "none"
     return "head" if scales.dim() == 2 else "token"
 
 
 def store_kv_torch(
-    numbers: torch.Tensor,  # [num_tokens, 2 * num_kv_heads, head_dim], the keys of all heads first
+    numbers: torch.Tensor,  # [num_tokens, 2 * num_kv_heads, head_dim], all heads' keys first
     kv: torch.Tensor,
     scales: torch.Tensor | None,
     kv_index: torch.Tensor,  # [num_tokens] int64, block * block_size + offset
@@ -74,9 +74,9 @@ def store_kv_torch(
             wide = wide * (1 / scales.view(heads, 1, 1))
         else:
             own = (wide.abs().amax(-1) / largest).to(scales.dtype)
-            of_tokens = scales.as_strided((kv.shape[1], kv.shape[2] * kv.shape[3], 2), (scales.stride(0), 2, 1))
-            of_tokens[:, kv_index] = own.view(2, kv.shape[1], -1).permute(1, 2, 0)
-            inverse = torch.where(own > 0, 1 / own.float(), 0.0)  # a head of zeros has scale 0
+            token_scales = scales.as_strided((kv.shape[1], kv.shape[2] * kv.shape[3], 2), (scales.stride(0), 2, 1))
+            token_scales[:, kv_index] = own.view(2, kv.shape[1], -1).permute(1, 2, 0)
+            inverse = torch.where(own > 0, 1 / own.float(), 0.0)  # a zero head has scale 0
             wide = (wide * inverse.unsqueeze(-1)).round()
         values, stored = wide.clamp(-largest, largest).to(kv.dtype).view(torch.int8), stored.view(torch.int8)
     stored.index_copy_(1, kv_index, values)
@@ -99,7 +99,7 @@ def round_to_integer(x):
 
 @jit
 def upcast_pairs(pairs, STORED: tl.constexpr, DTYPE: tl.constexpr):
-    """The low and the high bytes of int16, values of dtype STORED, as numbers of DTYPE."""
+    """The low and high bytes in int16, values with dtype STORED, as DTYPE."""
     if tl.float16 == DTYPE and not _INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _INT8_PAIRS if tl.int8 == STORED else _E4M3_PAIRS, _TWO_OUTPUTS, [pairs], dtype=(tl.float16, tl.float16),
@@ -113,9 +113,9 @@ def upcast_pairs(pairs, STORED: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES: tl.constexpr):
-    """q times the scale of scores in log2 units, and with SCALES "head" times the scale of keys.
+    """q times the score scale in log2 units, and with SCALES "head" times the key scale.
 
-    q becomes float16, which represents all stored 8-bit values. A 16-bit q loses only digits below those of scores."""
+    q becomes float16, which represents all stored 8-bit values. A 16-bit q loses only digits below the scores'."""
     if SCALES == "head":
         scale_log2 *= tl.load(scales_ptr + kv_head)
     scaled = q.to(tl.float32) * scale_log2
@@ -126,7 +126,7 @@ def prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES: tl.constexpr):
 
 @jit
 def finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES: tl.constexpr):
-    """The divisor of the weighted sum of stored values, with their scale included."""
+    """The divisor for the weighted sum of stored values, with their scale included."""
     if SCALES == "head":
         total = total / tl.load(scales_ptr + num_kv_heads + kv_head)
     return total

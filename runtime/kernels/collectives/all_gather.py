@@ -1,4 +1,4 @@
-"""All-gather: the operands of all ranks of a tensor-parallel group, side by side (protocol: `inboxes.py`)."""
+"""All-gather: the operands of a tensor-parallel group's ranks, side by side (protocol: `inboxes.py`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runtime.kernels.collectives.inboxes import (
 )
 from runtime.kernels.triton_language import jit, tl
 
-_MOST_ROWS = 256  # rows of one launch
+_MOST_ROWS = 256  # rows in one launch
 
 
 @jit
 def _moving(wanted_ptr, num_rows, SOME: tl.constexpr, MOST_ROWS: tl.constexpr):
-    """The running count of moved rows [MOST_ROWS]; the last number counts all of them."""
+    """The running count of moved rows [MOST_ROWS]; the last element counts all rows."""
     rows = tl.arange(0, MOST_ROWS)
     moves = rows < num_rows
     if SOME:
@@ -67,7 +67,7 @@ def _all_gather_kernel(
     in_row = tl.cdiv(width, BLOCK)  # blocks
     moving = _moving(wanted_ptr, num_rows, SOME, MOST_ROWS)
     num_blocks = tl.max(moving, axis=0) * in_row
-    if num_blocks > 0:  # without blocks no rank waits, and a rank that took a turn could reach its next turn too early
+    if num_blocks > 0:  # no rank waits without blocks, and a rank that took a turn could reach its next turn too early
         pages = tl.multiple_of(due[0].to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             cols = block % in_row * BLOCK + tl.arange(0, BLOCK)

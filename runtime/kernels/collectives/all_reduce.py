@@ -1,6 +1,6 @@
-"""All-reduce: sums and maxima over the ranks of a tensor-parallel group (protocol: `inboxes.py`).
+"""All-reduce: sums and maxima over a tensor-parallel group's ranks (protocol: `inboxes.py`).
 
-Small operands go to every rank, and each rank adds them in the order of the ranks (`_one_shot_kernel`). Blocks of large
+Small operands go to every rank, and each rank adds them in rank order (`_one_shot_kernel`). Blocks of large
 operands go to the rank that owns the block. It adds them to the residual, which is the same on all ranks, and sends the
 result to the others (`_two_shot_kernel`). Both kernels return the same bits."""
 
@@ -159,7 +159,7 @@ def _one_shot_kernel(
     stride = tl.num_programs(0)
     pages = tl.multiple_of(due[0].to(tl.pointer_type(BITS)), 16)
     offsets = tl.program_id(0) * BLOCK + cols
-    x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)  # in flight together with the program's state
+    x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)  # loaded together with the program's state
     for block in range(tl.program_id(0), num_blocks + AHEAD * stride, stride):
         if block < num_blocks:
             at = (block * SIZE + rank) * BLOCK + cols
@@ -190,7 +190,7 @@ def _one_shot_kernel(
 
 @jit(do_not_specialize=["rank", "numel"])
 def _two_shot_kernel(
-    x_ptr,  # the same arguments as above
+    x_ptr,  # see above
     residual_ptr,
     out_ptr,
     addresses_ptr,
@@ -265,7 +265,7 @@ def _two_shot_kernel(
 def all_reduce_triton(
     inboxes: Inboxes,
     x: torch.Tensor,  # contiguous
-    residual: torch.Tensor | None = None,  # of x's shape, contiguous: added to in place and returned
+    residual: torch.Tensor | None = None,  # x's shape, contiguous: added to in place and returned
     op: Literal["sum", "tree", "max"] = "sum",  # "tree" is for 2, 4 or 8 ranks; "max" is for int64, in place
 ) -> torch.Tensor:
     """The sum or the maximum of all ranks' operands, in x's dtype unless it is added to a residual."""

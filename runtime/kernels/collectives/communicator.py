@@ -1,4 +1,4 @@
-"""The interface of a tensor-parallel group for a decoder and a sampler, and the group of one rank."""
+"""A tensor-parallel group's interface for a decoder and a sampler, and the group with one rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Linear layers and mixtures divided over ranks, and maps in leaves for `EngineConfig.rank_invariant`.
 
-Each rank has some of the inputs of a divided map, and the result is the sum over ranks. A leaf is an eighth of a map.
-Groups of 1, 2, 4 and 8 ranks compute the same leaves with calls of the same shapes, which round alike. They add partial
-sums as the same binary tree, so the bits do not depend on the number of ranks."""
+Each rank has some inputs of a divided map, and the result is the sum over ranks. A leaf is an eighth of a map. Groups
+with 1, 2, 4 and 8 ranks compute the same leaves with calls in the same shapes, which round alike. They add partial sums
+as the same binary tree, so the bits do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReducedLinear(Linear):
             self.norm(self.communicator.reduced(partial).to(x.dtype), post_norm, eps, residual)
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
-        """Adapters are divided like the weight, so the addition of a rank is also part of the sum."""
+        """Adapters are divided like the weight, so a rank's addition belongs to the sum, too."""
         return ReducedLinear(super().with_adapters(adapters), self.communicator)
 
 
@@ -88,12 +88,12 @@ class ColumnLeaves(Linear):
         results = []
         for leaf in self.leaves:
             result = leaf.logits(x, norm_weight, eps)
-            results.append(result if result.is_cuda else result.clone())  # on a CPU, leaves share a buffer
+            results.append(result if result.is_cuda else result.clone())  # leaves share a buffer on a CPU
         return torch.cat(results, 1, out=out)
 
 
 def by_leaves_of_inputs(leaves: Sequence[tuple[int, Product]]) -> Product:
-    """x -> the results of all leaves side by side in float32, [num_tokens, len(leaves) * out].
+    """Map x to all leaves' results side by side in float32, [num_tokens, len(leaves) * out].
 
     A leaf is its number of inputs, which are the next columns of x, and its product."""
     sizes, products = [size for size, _ in leaves], [product for _, product in leaves]

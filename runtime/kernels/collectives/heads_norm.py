@@ -1,4 +1,4 @@
-"""RMS norms of q and of k over all their heads, which tensor-parallel ranks divide."""
+"""RMS norms of q and k over all their heads, which tensor-parallel ranks divide."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from runtime.kernels.collectives.communicator import Communicator
 
 
 class HeadsWeight(NamedTuple):
-    """The weight of one of the norms."""
+    """One norm's weight."""
 
-    weight: torch.Tensor  # [num_heads * head_dim] of this rank's heads
+    weight: torch.Tensor  # [num_heads * head_dim] for this rank's heads
     leaves: Sequence[int]  # lengths of pieces that are summed one by one, the same for any number of ranks
 
 
 class HeadsNorm:
-    """The norms of q and k within the qkv product, in place.
+    """The q and k norms within the qkv product, in place.
 
-    A single rank calls `norm`. Several ranks, each with the same number of heads, add up their sums of squares of q and
-    k in one all-reduce."""
+    A single rank calls `norm`. Several ranks, each with the same number of heads, add up q's and k's square sums
+    in one all-reduce."""
 
     def __init__(
         self,
-        weights: Sequence[HeadsWeight],  # of q and of k
+        weights: Sequence[HeadsWeight],  # q's and k's
         eps: float,
-        norm: Callable[[torch.Tensor, torch.Tensor, float], None] | None,  # in place
+        norm: Callable[[torch.Tensor, torch.Tensor, float], None] | None,  # works in place
         communicator: Communicator,
     ) -> None:
         self.weights, self.eps, self.communicator = weights, eps, communicator
         self.norm = norm  # None if sums are taken by leaves or over ranks
 
     def __call__(self, qkv: torch.Tensor) -> None:
-        """Normalise the q and k columns of qkv [num_tokens, width of q, k and v]."""
+        """Normalise the q and k columns in qkv [num_tokens, width of q, k and v]."""
         q_width, k_width = (len(own.weight) for own in self.weights)
         parts = qkv[:, :q_width], qkv[:, q_width : q_width + k_width]
         if self.norm is not None:

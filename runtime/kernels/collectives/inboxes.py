@@ -1,18 +1,18 @@
 """Inboxes: the protocol between the kernels of GPU ranks, which write into each other's memory.
 
-A rank pushes its operand into the inboxes of all ranks and polls its own inbox until all values are there. A value is
+A rank pushes its operand into all ranks' inboxes and polls its own inbox until all values are there. A value is
 its own flag: ranks send nothing else, and do not wait for one another to begin. A cleared inbox holds EMPTY_WORD; a
 value with these bits is sent as zero. Three inboxes take turns. While rank A is in a launch, rank B may be in the next
 launch, because A's values have reached it. B cannot be in the launch after that. A launch may therefore clear the
 previous inbox, which is used again two launches later.
 
 - **Turns.** Each program keeps its turn in device memory, because a replayed graph has no other state. Program i
-  exchanges data with the programs i of other ranks only, and every operation launches it.
+  exchanges data only with other ranks' programs i, and every operation launches it.
 - **Overlap.** While a launch waits for other ranks, later launches may start and wait, too. Two ranks on one device,
   which only tests have, need few programs, or launches that do not overlap.
 - **Limits.** A wait ends after a number of polls. It then stores the missing rank, plus one, in a word for the host,
   and later launches do not wait.
-- **Agreement.** All threads of a program take the same branch at a wait: they decide by reduced values, and by state
+- **Agreement.** A program's threads take the same branch at a wait: they decide by reduced values, and by state
   that only their own program writes."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use_pdl
 
-NUM_PROGRAMS = 132  # the multiprocessors of an H100 or H200, enough for 64 MB; the same on all ranks
+NUM_PROGRAMS = 132  # multiprocessors on an H100 or H200, enough for 64 MB; the same on all ranks
 NUM_INBOXES = 3
-STATE_WORDS = 4  # of a program: next inbox, words of the previous one to clear, 1 after a failure, unused
-EMPTY_WORD = -0x7FFF8000  # 0x80008000: negative zeros of 16 bits, and in 32 bits a denormal number
+STATE_WORDS = 4  # a program's state: next inbox, words in the previous one to clear, 1 after a failure, unused
+EMPTY_WORD = -0x7FFF8000  # 0x80008000: 16-bit negative zeros, and in 32 bits a denormal number
 LOOKS_PER_S = 1 << (10 if INTERPRETED else 20)  # polls of an inbox; each takes about a microsecond
-SMALL_BYTES = 256 << 10  # of an operand; bandwidth bounds larger ones
+SMALL_BYTES = 256 << 10  # operand size; bandwidth bounds larger ones
 
 
 class Inboxes(NamedTuple):
@@ -44,7 +44,7 @@ class Inboxes(NamedTuple):
     error: torch.Tensor  # [1] int32 that the host can read: the missing rank, plus one
 
 
-EMPTY_OF = {2: -0x8000, 4: EMPTY_WORD, 8: -0x7FFF7FFF7FFF8000}  # by bytes of a value
+EMPTY_OF = {2: -0x8000, 4: EMPTY_WORD, 8: -0x7FFF7FFF7FFF8000}  # key: bytes per value
 _WORD = constexpr(EMPTY_WORD)
 _TURNS = constexpr(NUM_INBOXES)
 _STATE = constexpr(STATE_WORDS)
@@ -53,11 +53,11 @@ _CLEARED = constexpr(1024)  # words at once
 
 @jit
 def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Start a turn. Returns its number, the inbox addresses of all ranks from this rank on, and the polls of a wait.
+    """Start a turn. Returns its number, all ranks' inbox addresses from this rank on, and a wait's polls.
 
     Between these it returns this rank's previous inbox and the words to clear in it."""
     bases = ()
-    for k in tl.static_range(SIZE):  # before the wait: no kernel writes them
+    for k in tl.static_range(SIZE):  # loaded before the wait: no kernel writes them
         bases = bases + (tl.load(addresses_ptr + (rank + k) % SIZE),)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,7 +65,7 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.c
     state = state_ptr + tl.program_id(0) * _STATE
     turn = tl.load(state)
     extent = tl.load(state + 1)
-    # A program reads only its own writes here, so that all of its threads take the same branches.
+    # A program reads only its own writes here, so that its threads take the same branches.
     num_looks = tl.load(num_looks_ptr) * (1 - tl.load(state + 2))
     due = ()
     for k in tl.static_range(SIZE):

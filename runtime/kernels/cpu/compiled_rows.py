@@ -34,7 +34,7 @@ class CompiledRows:
             launcher.launch(kernel(norm_rows, adds=True), arguments, parts)
             return residual
         out = torch.empty(x.shape)
-        function = kernel(float_rows, has_norm=True, activation="", gated=False)  # as `DenseLinear` has it
+        function = kernel(float_rows, has_norm=True, activation="", gated=False)  # the kernel that `DenseLinear` has
         launcher.launch(function, (x, weight, out, num_rows, columns, x.stride(0), eps), parts)
         return out
 
@@ -91,7 +91,7 @@ class CompiledRows:
 
 
 def _are_rows(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-    """True for float32 rows of neighbouring numbers. With the weight of a norm, also whole vectors of them."""
+    """True for contiguous float32 rows. With a norm's weight, they also consist of whole vectors."""
     fits = x.dtype == torch.float32 and x.stride(1) == 1
     return fits and (weight is None or (weight.dtype == torch.float32 and x.shape[1] % _LANES == 0))
 

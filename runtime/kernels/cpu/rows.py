@@ -40,7 +40,7 @@ def norm_rows(
     parts: Int,
     adds: bool,
 ) -> None:
-    """out = norm(x) * weight; with `adds`, added to it. Part i of n: a share of the rows."""
+    """out = norm(x) * weight; with `adds`, added to it. Part i/n: a share of the rows."""
     for row in loop(*share(num_rows, part, parts)):
         own, to = x + row * x_stride, out + row * out_stride
         factor = inverse_rms(own, columns, eps).repeat(_LANES)
@@ -62,7 +62,7 @@ def activate_rows(
     activation: str,
     has_up: bool,
 ) -> None:
-    """out = activation(gate), times `up` if there is one. Part i of n: a share of the rows."""
+    """out = activation(gate), times `up` if there is one. Part i/n: a share of the rows."""
     for row in loop(*share(num_rows, part, parts)):
         for at, lanes in _vectors(columns):
             factor = up.load(row * up_stride + at, lanes) if has_up else None
@@ -78,7 +78,7 @@ def cap_rows(
     part: Int,
     parts: Int,
 ) -> None:
-    """x = cap * tanh(x / cap). Part i of n: a share of the columns."""
+    """x = cap * tanh(x / cap). Part i/n: a share of the columns."""
     begin, end = share(columns, part, parts, _LANES)
     for row in loop(0, num_rows):
         own = x + (row * x_stride + begin)
@@ -87,21 +87,21 @@ def cap_rows(
 
 
 def multiply_rows(x: F32s, factor: F32s, count: Int, part: Int, parts: Int) -> None:
-    """Multiply all numbers with one. Part i of n: a share of the numbers."""
+    """Multiply all elements with one factor. Part i/n: a share of the numbers."""
     begin, end = share(count, part, parts, _LANES)
     for at, lanes in _vectors(end - begin):
         x.store(begin + at, x.load(begin + at, lanes) * factor.load(0))
 
 
 def clear(x: F32s, count: Int, part: Int, parts: Int) -> None:
-    """Write zeros. Part i of n: a share of the numbers."""
+    """Write zeros. Part i/n: a share of the numbers."""
     begin, end = share(count, part, parts, _LANES)
     for at, lanes in _vectors(end - begin):
         x.store(begin + at, zeros(x.type(lanes)))
 
 
 def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
-    """1 / sqrt(mean of squares + eps) of a row with a multiple of 16 columns."""
+    """1 / sqrt(mean square + eps) for a row with a multiple of 16 columns."""
     total = variable(zeros(f32(_LANES)))
     for at in loop(0, columns, _LANES):
         values = x.load(at, _LANES)

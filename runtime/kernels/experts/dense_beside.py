@@ -1,4 +1,4 @@
-"""A feed-forward layer beside a mixture of experts (Gemma 4). Each has a norm before it and one after it."""
+"""A feed-forward layer in parallel to a mixture of experts (Gemma 4). Each has a norm before it and one after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Products of few choices with dense weights, in two launches after the routing.
+"""Products for few choices with dense weights, in two launches after the routing.
 
-A program multiplies some weight rows of one choice on the FMA units, as products of one row in
+A program multiplies one choice's weight rows on the FMA units, as one-row products in
 `linear/skinny_gemm.py`. The first launch includes the norm and the activation. The second adds the results of a token's
-experts to the residual, in the last program of a token that stores these columns.
+experts to the residual, in the token's last program that stores these columns.
 
 Both request weights before they wait for the launch before them. The first requests the shared experts, because every
 token takes them. The second requests all chosen experts, because the routing is older than the first.
@@ -35,7 +35,7 @@ class FewTiles(NamedTuple):
     down: SkinnyGemmConfig
 
 
-# A step has 256 columns for each warp, because 8 columns of a row stay in a thread.
+# A step has 256 columns for each warp, because a thread keeps 8 columns of a row.
 TILES = FewTiles(SkinnyGemmConfig(4, 1024, 4, 2), SkinnyGemmConfig(4, 512, 2, 2))
 
 
@@ -43,11 +43,11 @@ TILES = FewTiles(SkinnyGemmConfig(4, 1024, 4, 2), SkinnyGemmConfig(4, 512, 2, 2)
 def _few_choices_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_tokens, CHOICES, K]; rows x_stride apart
     norm_ptr,  # [K], read with NORM
-    weight_ptr,  # [all experts, N, K]; with ACTIVATION rows of gate, then of up
+    weight_ptr,  # [all experts, N, K]; with ACTIVATION gate rows, then up rows
     bias_ptr,  # [all experts, N], with BIAS
     out_ptr,  # [num_tokens, CHOICES, N], or with ACTIVATION N // 2 columns
     ids_ptr,  # [num_tokens, CHOICES] int32
-    mixture_ptr,  # [num_tokens, CHOICES] fp32 weights of experts; this and the next two without ACTIVATION
+    mixture_ptr,  # [num_tokens, CHOICES] fp32 expert weights; this and the next two without ACTIVATION
     residual_ptr,  # [num_tokens, N] contiguous, added to
     counters_ptr,
     x_stride,
@@ -57,7 +57,7 @@ def _few_choices_kernel(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # None for the second product
-    EXPERTS: tl.constexpr,  # without the shared ones
+    EXPERTS: tl.constexpr,  # shared ones excluded
     CHOICES: tl.constexpr,
     SHARED: tl.constexpr,
     WARPS: tl.constexpr,
@@ -73,7 +73,7 @@ def _few_choices_kernel(
     at = token * CHOICES + choice
     rows = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1)
     cols = tl.arange(0, BLOCK_K)[None, :]
-    of_rows = weight_ptr + rows.to(tl.int64)[:, None] * K + cols
+    row_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + cols
     size = N.to(tl.int64) * K
     expert = EXPERTS + place
     if ACTIVATION is not None:
@@ -86,7 +86,7 @@ def _few_choices_kernel(
             expert = tl.load(ids_ptr + at)
     else:
         expert = tl.load(ids_ptr + at)
-    weights = of_rows + expert * size
+    weights = row_ptrs + expert * size
     w = request_weights(weights, cols, 0, K)
     next_w = w
     if AHEAD == 2 and BLOCK_K < K:
@@ -125,7 +125,7 @@ def _prefetch(
 
 
 def summed_columns() -> int:
-    """The columns of a program that adds the results of a token."""
+    """The columns per program that adds a token's results."""
     return TILES.down.block_n
 
 
@@ -158,7 +158,7 @@ def add_few_choices(
             ACTIVATION=own_activation, EXPERTS=spec.num_experts, CHOICES=spec.choices, SHARED=spec.shared,
             WARPS=tile.num_warps, BLOCK_N=tile.block_n, BLOCK_K=max(min(tile.block_k, next_power_of_2(size_in)), 8),
             AHEAD=tile.stages,
-            # Only sm_90 and later have the instruction of `_prefetch`, which requests multiples of 16 bytes.
+            # Only sm_90 and later have `_prefetch`'s instruction, which requests multiples of 16 bytes.
             PREFETCHES=pdl and size_in * weight.element_size() % 16 == 0,
             PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Mixtures of experts with fp8 activations and fp8 weights (w8a8).
 
-A token's row is quantized once for all of its experts. The first product of an expert quantizes its own result, with a
-scale for each row and each group of columns of a program.
+A token's row is quantized once for all its experts. An expert's first product quantizes its own result, with a
+scale for each row and each column group of a program.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
 def _moe_fp8_w8a8_kernel(
     x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K]
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
-    weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
+    weights,  # descriptor: [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
     scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
     bias_ptr,  # [rows of weights], with BIAS
-    out_ptr,  # [num_choices, N], with ACTIVATION fp8
-    out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
+    out_ptr,  # [num_choices, N], fp8 with ACTIVATION
+    out_scales_ptr,  # [num_choices, N / BLOCK_N], written with ACTIVATION
     experts_ptr,  # this and the next as in `ExpertTiles`
     choices_ptr,  # unused with SINGLE
-    mixture_ptr,  # [num_choices] float32 weights of experts; these three are used with SINGLE and no ACTIVATION
+    mixture_ptr,  # [num_choices] float32 expert weights; these three are used with SINGLE and no ACTIVATION
     residual_ptr,  # [num_tokens, N], added to
     counters_ptr,  # [num_tokens, tiles of N] int32 zeros
     N,
@@ -58,7 +58,7 @@ def _moe_fp8_w8a8_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): tile i of the choices, and tile j of the weight rows."""
+    """Program (i, j): choice tile i and weight row tile j."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,11 +150,11 @@ class Fp8Experts(RoutedExperts):
         )
         results = residual.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else residual.dtype)
         product = partial(self._fp8_product, tiles=tiles, weights=weights, residual=out)
-        of_gate_up, of_down = self.biases
-        product(rows, self.gate_up, self.gate_up_scales, of_gate_up, *inner, tile=tile, activation=self.activation)
+        gate_up_bias, down_bias = self.biases
+        product(rows, self.gate_up, self.gate_up_scales, gate_up_bias, *inner, tile=tile, activation=self.activation)
         # A step's columns share a scale.
         tile = tile._replace(block_k=tile.block_n, num_stages=tile.num_stages * tile.block_k // tile.block_n)
-        product(inner, self.down, self.down_scales, of_down, results, results, tile=tile, activation=None)
+        product(inner, self.down, self.down_scales, down_bias, results, results, tile=tile, activation=None)
         if not is_single:
             self._combine(results, weights, out)
 
@@ -162,7 +162,7 @@ class Fp8Experts(RoutedExperts):
         self,
         x: Fp8Activations,  # [num_tokens, K], or without an activation [num_choices, K]
         values: torch.Tensor,  # [num_experts, N, K]
-        scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
+        scales: torch.Tensor,  # [num_experts, N, 1], or block scales
         bias: torch.Tensor | None,  # [num_experts, N]
         out: torch.Tensor,
         out_scales: torch.Tensor,

@@ -1,7 +1,7 @@
-"""Routing of grouped mixtures: the choices of tokens, in tiles made on the device, and the sum of their results.
+"""Routing for grouped mixtures: tokens' choices, in tiles made on the device, and the sum of their results.
 
-A step can be a CUDA graph, so a launch must not depend on how many tokens chose an expert. A launch makes tiles of
-choices with one expert each, and one product covers all experts with a grid for the most tiles.
+A step can be a CUDA graph, so a launch must not depend on how many tokens chose an expert. A launch makes choice
+tiles with one expert each, and one product covers all experts with a grid for the most tiles.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
-MOST_SINGLE = 32  # up to as many choices, each may have its own programs, also if some share an expert
-_LANES = 32  # of a warp
+MOST_SINGLE = 32  # up to this many choices, each may have its own programs, even if some share an expert
+_LANES = 32  # lanes per warp
 _IN_WARP = constexpr(_LANES)
-_LEAST = constexpr(-(1 << 31))  # below the key of any number
+_LEAST = constexpr(-(1 << 31))  # lower than any number's key
 # Arrays that `_route_token` reads. If they were aligned for Triton, a lane would load several neighbouring experts, and
 # experts would be spread over warps.
 _ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
 _ROUND = 1024  # choices that a program compares at once, or columns that it adds at once
-_SHORT_ROUND = 128  # the same for a program of one warp
+_SHORT_ROUND = 128  # the same for a one-warp program
 
 
 class Tile(NamedTuple):
@@ -45,13 +45,13 @@ class ExpertTiles(NamedTuple):
     experts: torch.Tensor  # int32 [num_tiles]; -1 for a tile without choices
     # int32 [num_tiles, block_m]: choices by token, then -1. None if tile i has choice i alone; so is `done`.
     choices: torch.Tensor | None = None
-    done: torch.Tensor | None = None  # int32 [num_tiles]: zeros, to count finished programs of a tile
+    done: torch.Tensor | None = None  # int32 [num_tiles]: zeros, to count a tile's finished programs
 
 
 class Routing(NamedTuple):
     """How a kernel routes a token: one constant argument, `ROUTING: tl.constexpr`."""
 
-    num_experts: int  # without the shared ones
+    num_experts: int  # shared ones excluded
     top_k: int
     shared: int
     choices: int
@@ -59,13 +59,13 @@ class Routing(NamedTuple):
     scores: str
     groups: int  # 1 if the choice is not limited to groups
     top_groups: int
-    top2: bool  # the two best scores of a group are added
+    top2: bool  # a group's two best scores are added
     bias: bool
     expert_scales: bool
     normalized: bool
     sum_eps: float
     scale: float
-    rounds: int  # experts of a lane of a warp, a power of two
+    rounds: int  # experts per warp lane, a power of two
     lanes: int  # power of two, at least the choices and the groups
 
 
@@ -81,7 +81,7 @@ class RoutedExperts:
     def _is_single(
         self, num_tokens: int, hidden: int, block_n: int, most: int = MOST_SINGLE, may_share: bool = False
     ) -> bool:
-        """True if each of up to `most` choices gets its own programs, and the last product adds the results of a token.
+        """True if each of up to `most` choices gets its own programs, and the last product adds a token's results.
 
         Choices that share an expert read its weights twice. Without `may_share`, they must seldom do."""
         num_choices, num_counters = num_tokens * self.spec.choices, num_tokens * -(-hidden // block_n)
@@ -114,7 +114,7 @@ class RoutedExperts:
         return ids, weights
 
     def _tiled(self, ids: torch.Tensor, block_m: int) -> ExpertTiles:
-        """The choices in tiles of block_m; the number of tiles is that of the worst case."""
+        """The choices in tiles of block_m; the number of tiles is the worst case's."""
         num_experts, pdl, num_choices = self.spec.all_experts, use_pdl(ids), len(ids)
         experts = ids.new_empty(worst_case_tiles(num_choices, num_experts, block_m))
         choices, done = ids.new_empty(len(experts), block_m), torch.empty_like(experts)
@@ -174,7 +174,7 @@ def _route_kernel(
 
 @jit
 def _route_token(
-    logits_ptr,  # [num_experts] of the token, then the logit of the shared experts' weight with `shared_gate`
+    logits_ptr,  # the token's [num_experts], then the logit for the shared experts' weight with `shared_gate`
     bias_ptr,  # float32 [num_experts], with `bias`
     expert_scales_ptr,  # float32 [num_experts], with `expert_scales`
     ROUTING: tl.constexpr,
@@ -197,7 +197,7 @@ def _route_token(
         if ROUTING.scores == "softmax":
             preferences = scores / total
         preferences += tl.load(bias_ptr + experts, mask=real, other=0.0)
-    keys = tl.where(real, _ordered((preferences + 0.0).to(tl.int32, bitcast=True)), _LEAST)  # without -0.0
+    keys = tl.where(real, _ordered((preferences + 0.0).to(tl.int32, bitcast=True)), _LEAST)  # removes -0.0
     if ROUTING.groups > 1:
         keys = _of_best_groups(keys, experts, lanes, ROUTING)
     ids = NUM_EXPERTS + lanes - TOP_K
@@ -252,12 +252,12 @@ def _first_of_largest(keys, indices, last):
 
 @jit
 def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
-    """The keys of the best groups, and _LEAST for the others; the first of equal groups wins."""
+    """The best groups' keys, and _LEAST for the others; the first of equal groups wins."""
     NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
     GROUPS: tl.constexpr = ROUTING.groups
     TOP_GROUPS: tl.constexpr = ROUTING.top_groups
     group_of = experts // (NUM_EXPERTS // GROUPS)
-    values = tl.full(lanes.shape, _LEAST, tl.int32)  # of groups
+    values = tl.full(lanes.shape, _LEAST, tl.int32)  # group values
     for group in tl.static_range(GROUPS):
         own = tl.where(group_of == group, keys, _LEAST)
         value = tl.max(tl.max(own, 0, keep_dims=True), 1, keep_dims=True)
@@ -289,7 +289,7 @@ def _tile_choices_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e: the tiles of expert e, in the order of experts. The last program adds tiles without choices.
+    """Program e: expert e's tiles, in expert order. The last program adds tiles without choices.
 
     Those come last, because a program without work delays others."""
     if PDL:
@@ -321,9 +321,9 @@ def _tile_choices_kernel(
 
 @jit
 def choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, -1 without choices; its choices [BLOCK_M], and which of them exist.
+    """A tile's expert, -1 without choices; its choices [BLOCK_M], and which choices exist.
 
-    With SINGLE, tile i has choice i alone, and choices_ptr is not read."""
+    With SINGLE, tile i has only choice i, and choices_ptr is not read."""
     expert = tl.load(experts_ptr + tile)
     lanes = tl.arange(0, BLOCK_M)
     choices = tile + lanes
@@ -339,14 +339,14 @@ def add_results(
     results_ptr,  # float32 [num_choices, N]
     mixture_ptr,  # float32 [num_choices]: the experts' weights
     residual_ptr,  # [num_tokens, N], added to
-    counter_ptr,  # int32 zero, one for each token and program of columns
+    counter_ptr,  # int32 zero, one for each token and column program
     token,
     cols,
     N,
     PER_TOKEN: tl.constexpr,
 ):
-    """With one choice a program: the last program of a token that stores these columns adds the token's results."""
-    tl.debug_barrier()  # all of this program's stores come before its arrival
+    """With one choice a program: a token's last program that stores these columns adds its results."""
+    tl.debug_barrier()  # this program's stores come before its arrival
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == PER_TOKEN - 1:
         tl.store(counter_ptr, 0)
         total = tl.zeros(cols.shape, tl.float32)

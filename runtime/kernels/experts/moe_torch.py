@@ -1,7 +1,7 @@
 """Mixtures of experts with any weights: one expert after another, on the tokens that chose it.
 
-This is the torch twin of the grouped kernels, and the mixture of a CPU. The results of a token's experts are added in
-the order of its preference, so a row's bits do not depend on the other rows.
+This is the grouped kernels' torch twin, and a CPU's mixture. The results of a token's experts are added in
+preference order, so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def _stacked(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 class Router:
     """The choice of experts."""
 
-    # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
+    # The norm before the mixture, and the experts' logits; then the shared experts' logit with `shared_gate`.
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
-    is_wide: bool = False  # with `float32_logits`
+    is_wide: bool = False  # set with `float32_logits`
     norm: torch.Tensor | None = None  # float32 [hidden] with `own_norm`
     scales: torch.Tensor | None = None  # float32 [num_experts] with `expert_scales`
-    # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
+    # Each token's experts, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
 
@@ -137,12 +137,12 @@ class Experts:
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
         results = x.new_empty(0)
-        of_gate_up, of_down = (None if all_ is None else all_.unbind() for all_ in self.biases)
+        gate_up_bias, down_bias = (None if all_ is None else all_.unbind() for all_ in self.biases)
         for expert, ((gate_up, down), choices) in enumerate(zip(self.experts, order.split(counts), strict=True)):
             if len(choices):
                 y = gate_up(x[choices // self.spec.choices])
-                y = down(self.activate(y if of_gate_up is None else y + of_gate_up[expert]))
-                y = y if of_down is None else y + of_down[expert]
+                y = down(self.activate(y if gate_up_bias is None else y + gate_up_bias[expert]))
+                y = y if down_bias is None else y + down_bias[expert]
                 results = results if len(results) else y.new_empty(len(order), y.shape[1])
                 results[choices] = y
         ordered = results.view(*ids.shape, -1).unbind(1)
@@ -156,7 +156,7 @@ class SharedBeside:
     def __init__(
         self,
         routed: ExpertLayer,  # the other experts
-        gate: Linear | None,  # of the weight of the shared experts
+        gate: Linear | None,  # makes the shared experts' weight
         shared: Sequence[tuple[Product, Product]],
         norm: Norm,
         activate: Activate,
@@ -213,7 +213,7 @@ def route_torch(
 
 
 def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
-    """The preferences of a token's best groups, and -inf for the experts of the others."""
+    """The preferences in a token's best groups, and -inf for experts in the other groups."""
     by_group = preferences.unflatten(-1, (spec.groups, -1))
     best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)

@@ -43,9 +43,9 @@ class GroupedExperts(RoutedExperts):
         results = x.new_empty(num_choices, hidden)
         tile = moe_w16a16_tile(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
         tiles = self._tiled(ids, tile.block_m)
-        of_gate_up, of_down = self.biases
-        self._product(x, self.gate_up, of_gate_up, inner, tiles, tile, self.activation)
-        self._product(inner, self.down, of_down, results, tiles, tile, None)
+        gate_up_bias, down_bias = self.biases
+        self._product(x, self.gate_up, gate_up_bias, inner, tiles, tile, self.activation)
+        self._product(inner, self.down, down_bias, results, tiles, tile, None)
         self._combine(results, weights, residual if out is None else out)
 
     def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -83,8 +83,8 @@ class GroupedExperts(RoutedExperts):
 def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
     """Tall tiles where experts have many tokens. Deterministic mode has one tile, as others sum in another order.
 
-    There are only two: the warm-up compiles both, with prompts of 32 and of 1,100 tokens (runtime/worker/warmup.py)."""
-    if dtype == torch.float32:  # on the FMA units
+    There are only two: the warm-up compiles both, with prompts of 32 and 1,100 tokens (runtime/worker/warmup.py)."""
+    if dtype == torch.float32:  # runs on the FMA units
         return Tile(32, 32, 32, 4, 2)
     if deterministic:
         return Tile(64, 64, 64, 4, 3)
@@ -94,8 +94,8 @@ def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, dete
 @jit
 def _moe_w16a16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K]
-    weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
-    bias_ptr,  # one number for each row of weights, with BIAS
+    weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: gate rows, then up rows
+    bias_ptr,  # one element for each weight row, with BIAS
     out_ptr,  # [num_choices, N]
     experts_ptr,  # this and the next as in `ExpertTiles`
     choices_ptr,
@@ -109,7 +109,7 @@ def _moe_w16a16_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): tile i of the choices, and tile j of the columns."""
+    """Program (i, j): choice tile i and column tile j."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

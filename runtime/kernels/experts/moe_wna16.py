@@ -75,7 +75,7 @@ def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> T
 
     One or two warps multiply with mma.sync, which does not wait for upcasts, and which gives a row the same bits in any
     tile. Deterministic mode therefore has no other tiles. Elsewhere, many choices use wgmma."""
-    # Under the interpreter, numpy's sums depend on the size of a tile.
+    # Under the interpreter, numpy's sums depend on the tile size.
     mean = 32.0 if INTERPRETED and deterministic else num_choices / num_experts
     if mean <= 2:
         return Tile(8, 64, STEP, 2, 3)

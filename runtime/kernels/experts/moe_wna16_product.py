@@ -1,10 +1,10 @@
-"""Products of all experts with quantized weights: each weight is upcast and scaled once for a tile of choices.
+"""All experts' products with quantized weights: each weight is upcast and scaled once for a choice tile.
 
 Weight rows are the rows of the matrix instruction. Loads run several steps ahead, so that they follow the memory's
-speed. A scale is rounded to bfloat16, and so is a scaled number, as in a dense copy of the weight; mxfp4 stays exact.
-The torch twin is `moe_torch.Experts` with weights of `rounded_scales`.
+speed. A scale is rounded to bfloat16, and so is a scaled value, as in a dense copy of the weight; mxfp4 stays exact.
+The torch twin is `moe_torch.Experts` with weights from `rounded_scales`.
 
-Both products are one launch for most numbers of choices. A program with thousands of columns takes about 20 us, even on
+Both products are one launch for most choice counts. A program with thousands of columns takes about 20 us, even on
 an empty GPU. Between two launches, most multiprocessors would wait that long.
 """
 
@@ -28,9 +28,11 @@ from runtime.kernels.quantized.word_order import raw_instructions
 from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
 
 _TILE_ROWS = constexpr(TILE_ROWS)
-_TALL_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other upcasts
+_TALL_REGISTERS = (
+    128  # registers per thread: of two programs on a multiprocessor, one multiplies while the other upcasts
+)
 
-# Operands are pairs of bfloat16; a scale is a pair of equals. Device functions explain `raw_instructions`.
+# Operands are bfloat16 pairs; a scale is a pair of equals. Device functions explain `raw_instructions`.
 _SCALE = constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _SCALE_AND_ADD = constexpr("fma.rn.bf16x2 $0, $1, $2, $4;")
 _SCALE_INPUTS = constexpr("=r,r,r,r")
@@ -44,26 +46,26 @@ _OFFSET_INPUTS = constexpr("=r,r")
 class ProductForm(NamedTuple):
     """How the kernel multiplies with one of the weights: one constant argument."""
 
-    size_out: int  # weight rows of an expert
+    size_out: int  # weight rows per expert
     size_in: int
     has_bias: bool
-    scales: int  # elements between the scales of two experts
+    scales: int  # elements between two experts' scales
     factor: float  # `sum_factor`
     num_chunks: int  # parts of K that warps multiply side by side
     chunk: int
     block_n: int
-    blocks: int  # programs of a tile
+    blocks: int  # programs per tile
     is_even: bool  # no block has rows beyond the last
 
 
 @jit(do_not_specialize=["num_tiles"])
 def _moe_wna16_kernel(
     x_ptr,  # [num_tokens, hidden]
-    inner_ptr,  # [num_choices, ffn]: results of the first product
-    results_ptr,  # [num_choices, hidden]: results of the second one
-    up_ptr,  # [num_experts, row tiles, STEPS, TILE_ROWS, WIDTH] of `in_tile_order`: rows of gate, then of up
+    inner_ptr,  # [num_choices, ffn]: the first product's results
+    results_ptr,  # [num_choices, hidden]: the second product's results
+    up_ptr,  # [num_experts, row tiles, STEPS, TILE_ROWS, WIDTH] from `in_tile_order`: gate rows, then up rows
     up_scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
-    up_zero_points_ptr,  # like scales, read with has_zero_points
+    up_zero_points_ptr,  # shaped like scales, read with has_zero_points
     up_bias_ptr,  # [num_experts, N], with has_bias
     down_ptr,
     down_scales_ptr,
@@ -72,7 +74,7 @@ def _moe_wna16_kernel(
     experts_ptr,  # this and the next two as in `ExpertTiles`; with SINGLE the others are not used
     choices_ptr,
     done_ptr,
-    mixture_ptr,  # [num_choices] float32 weights of experts; this and the next two as in `add_results`
+    mixture_ptr,  # [num_choices] float32 expert weights; this and the next two as in `add_results`
     residual_ptr,
     counters_ptr,
     num_tiles,
@@ -84,8 +86,8 @@ def _moe_wna16_kernel(
     DOWN_RAW: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SINGLE: tl.constexpr,  # tile i has choice i alone
-    FIRST: tl.constexpr,  # the launch has the programs of the first product
+    SINGLE: tl.constexpr,  # tile i has only choice i
+    FIRST: tl.constexpr,  # the launch has the first product's programs
     SECOND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TALL: tl.constexpr,  # choices are the rows of the matrix instruction, and upcast weights go through shared memory
@@ -146,7 +148,7 @@ def _first_program(
         FFN: tl.constexpr = FORM.size_out // 2
         _store(y, inner_ptr, choices, live, block * HALF + tl.arange(0, HALF), FFN, TALL)
         if NOTIFIES:
-            tl.debug_barrier()  # all of this program's stores come before its arrival
+            tl.debug_barrier()  # this program's stores come before its arrival
             tl.atomic_add(done_ptr + tile, 1, sem="release", scope="gpu")
 
 
@@ -157,7 +159,7 @@ def _second_program(
     FIRST_FORM: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, PER_TOKEN: tl.constexpr,
     SINGLE: tl.constexpr, WAITS: tl.constexpr, BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of a tile's second product; with WAITS, after all blocks of the first one."""
+    """A block of a tile's second product; with WAITS, after all blocks of the first."""
     tile, block = program // FORM.blocks, program % FORM.blocks
     expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
     if expert >= 0:
@@ -182,11 +184,11 @@ def _block_product(
     FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The weight rows of a block times rows of x, with bias and activation: fp32 [weight rows, choices].
+    """A block's weight rows times rows of x, with bias and activation: fp32 [weight rows, choices].
 
     With TALL, the result is [choices, weight rows].
 
-    With an activation, the first half of the weight rows is of gate and the second half of up."""
+    With an activation, the first half of the weight rows is gate's and the second half is up's."""
     N: tl.constexpr = FORM.size_out
     K: tl.constexpr = FORM.size_in
     NUM_CHUNKS: tl.constexpr = FORM.num_chunks
@@ -306,9 +308,9 @@ def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr, TALL: tl.constexpr):
 
 @jit
 def _pairs(at, inside, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALL: tl.constexpr):
-    """The scales of a step for the low and for the high plane; on a GPU as pairs of equals.
+    """A step's scales for the low and the high plane; pairs of equals on a GPU.
 
-    `at` is [rows, words of a step], or with chunks [chunks, rows, words]. A scale covers WIDTH / words bytes."""
+    `at` is [rows, words per step], or with chunks [chunks, rows, words]. A scale covers WIDTH / words bytes."""
     words = tl.load(at) if ALL else tl.load(at, mask=inside, other=0)
     low, high = _pair(words, LAYOUT)
     return _over_bytes(low, WIDTH), _over_bytes(high, WIDTH)
@@ -370,13 +372,13 @@ def _scaled(numbers, scale, zero_point, LAYOUT: tl.constexpr):
 
 def moe_wna16_products(
     x: torch.Tensor,  # [num_tokens, hidden]
-    weights: Sequence[QuantizedWeight],  # gate and up, then down, of all experts; from `with_word_scales`
+    weights: Sequence[QuantizedWeight],  # all experts' gate and up, then down; from `with_word_scales`
     biases: ExpertBiases,
     results: torch.Tensor,  # [num_choices, hidden]: each choice's result; float32 with a tile for each choice
     tiles: ExpertTiles,
-    mixture: torch.Tensor,  # float32 [num_choices]: the weights of experts
+    mixture: torch.Tensor,  # float32 [num_choices]: expert weights
     residual: torch.Tensor,  # [num_tokens, hidden]
-    choices: int,  # of a token
+    choices: int,  # choices per token
     tile: Tile,
     activation: Activation,
 ) -> None:

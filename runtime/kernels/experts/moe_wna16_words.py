@@ -1,11 +1,11 @@
-"""Quantized weights of experts as `moe_wna16_product` reads them: the order of values, and scales in words.
+"""Experts' quantized weights as `moe_wna16_product` reads them: the values' order, and scales in words.
 
-A step of the product has 64 bytes of a row of 4-bit values, or 128 bytes of 8-bit values. The steps of 16 rows lie one
-after another, [row tiles, steps, 16, bytes]: a program reads long runs of memory, not short pieces of many rows.
+A product step has 64 bytes of a row with 4-bit values, or 128 bytes with 8-bit values. The steps for 16 rows lie one
+after another, [row tiles, steps, 16, bytes]: a program reads long memory runs, not many rows' short pieces.
 Rows and steps are padded with zeros.
 
-A word is two bfloat16: the scales of the low and of the high plane, or the scale of 8-bit values twice. Word i of a
-step is for bytes from i * bytes / words on.
+A word is two bfloat16: the low and the high plane's scales, or an 8-bit scale twice. A step's word i
+is for bytes from i * bytes / words on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from runtime.kernels.triton_language import INTERPRETED
 
 STEP = 128  # columns
 TILE_ROWS = 16
-_PLANES = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}  # groups of words
-_SHIFT = 16  # of the exponent of scaled numbers, so that scales up to 2 ** 17 stay within bfloat16
+_PLANES = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}  # word groups
+_SHIFT = 16  # moves scaled values' exponent, so that scales up to 2 ** 17 fit bfloat16
 
 
 def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight of one expert with tiles of values, their bits in the order of the fastest upcast, and with groups if
+    """One expert's weight in value tiles, with bits ordered for the fastest upcast, and with groups if
     packed."""
     if weight.plane and not weight.group_size:
         groups = -(-weight.shape[1] // MAX_GROUP)
@@ -58,12 +58,12 @@ def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def value_bytes(bits: int, shape: tuple[int, ...]) -> int:
-    """The bytes of the tiles of values of a weight [rows, columns]."""
+    """The bytes of a weight's value tiles [rows, columns]."""
     return -(-shape[0] // TILE_ROWS) * TILE_ROWS * -(-shape[1] // STEP) * STEP * bits // 8
 
 
 def scale_bytes(group_size: int, shape: tuple[int, ...]) -> int:
-    """The bytes of the words of a 4-bit weight [rows, columns] with groups of this size."""
+    """The bytes of a 4-bit weight's words [rows, columns] with this group size."""
     words = len(_PLANES[min(group_size, MAX_GROUP)][0])
     return -(-shape[1] // STEP) * words * shape[0] * 4
 

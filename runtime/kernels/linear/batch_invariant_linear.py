@@ -1,7 +1,7 @@
 """Linear layers with the same bits in any batch, for deterministic mode on a GPU.
 
 An output is a sum over K in the order of `sum_order`. The number of rows decides two other things: the tiles, and
-whether one program computes all chunks of a tile. With few rows, programs compute chunks side by side, because too few
+whether one program computes a tile's chunks. With few rows, programs compute chunks side by side, because too few
 programs would read the weight otherwise, and the last program adds their sums. Up to 16 rows, `skinny_gemm` uses the
 same order and returns the same bits in less time.
 """
@@ -18,7 +18,7 @@ from runtime.kernels.linear.sum_order import SumOrder, sum_order
 from runtime.kernels.linear.tiles import Tiling, blocks_of, output_of, tile_place
 from runtime.kernels.triton_language import jit, tl, use_pdl
 
-_NUM_SMS = 132  # of an H100 or H200; on other cards the same tiling works, only slower
+_NUM_SMS = 132  # an H100's or H200's; on other cards the same tiling works, only slower
 
 
 def batch_invariant_linear_torch(
@@ -49,15 +49,15 @@ def _product_kernel(
     N,
     K: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # out is added to
-    SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j; else program i: all chunks of tile i
+    RESIDUAL: tl.constexpr,  # adds to out
+    SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j; else program i: tile i's chunks
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    SWAP: tl.constexpr,  # weight rows are the rows of the matrix instruction
+    SWAP: tl.constexpr,  # weight rows are the matrix instruction's rows
     TENSOR_MAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -109,8 +109,8 @@ def _chunk_sum(
     xs,  # [BLOCK_M, BLOCK_K] pointers to column 0 on, or a descriptor
     live,  # [BLOCK_M, 1]: which rows exist
     weights,  # [BLOCK_N, BLOCK_K] pointers, or a descriptor
-    token,  # first row of x
-    row,  # first row of the weight
+    token,  # first x row
+    row,  # first weight row
     first,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -182,7 +182,7 @@ def choose_tiling(num_rows: int, size_out: int, order: SumOrder, dtype: torch.dt
     """The largest tiles that still fill the multiprocessors, as measured on an H200.
 
     Chunks run side by side where even small tiles are too few."""
-    if dtype == torch.float32:  # on the FMA units
+    if dtype == torch.float32:  # runs on the FMA units
         return Tiling(32, 32, 32, 4, 2)
 
     def tiles(block_m: int, block_n: int) -> int:
@@ -194,10 +194,10 @@ def choose_tiling(num_rows: int, size_out: int, order: SumOrder, dtype: torch.dt
     if num_rows <= 32:
         return Tiling(32, 64, 128, 4, 6, split=parts, swap=True)
     if size_out % 16 or (num_rows <= 64 and tiles(64, 128) < 2 * _NUM_SMS // 3):
-        return Tiling(64, 64, 128, 4, 4, split=parts)  # larger tiles of an odd size would spill registers
+        return Tiling(64, 64, 128, 4, 4, split=parts)  # larger tiles with an odd size would spill registers
     if num_rows <= 64:
         return Tiling(64, 128, 64, 4, 6)
-    if tiles(64, 64) <= _NUM_SMS and order.num_chunks * order.chunk <= 3072:  # too short to hide the sum of chunks
+    if tiles(64, 64) <= _NUM_SMS and order.num_chunks * order.chunk <= 3072:  # too short to hide the chunk sum
         return Tiling(64, 64, 128, 4, 4)
     if few and 2 * tiles(128, 64) * order.num_chunks > 3 * _NUM_SMS:
         return Tiling(128, 128, 64, 4, 4, split=order.num_chunks)

@@ -1,9 +1,9 @@
-"""Linear layers: the forms in which a decoder uses a weight, and the products behind them on a CPU.
+"""Linear layers: the forms in which a decoder uses a weight, and their products on a CPU.
 
 Weights are packed once into oneDNN's blocked layout, which is faster at few rows (fp32: 1.8x at one row). The two calls
 are private to torch; a build without them uses F.linear.
 
-A library's order of sums depends on the CPU, its version, the number of threads, the number of rows and a row's place.
+A library's order of additions depends on the CPU, its version, the thread count, the row count and a row's place.
 Deterministic mode therefore uses only calls that were measured to return the same bits for a row everywhere
 (`batch_invariant_product`).
 """
@@ -23,9 +23,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tok
 Activate = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, 2 * ffn], or [num_tokens, ffn] -> [num_tokens, ffn]
 
 _EXPECTED_ROWS = 64  # rows for which oneDNN chooses its layout; 8 to 256 were measured to give the same speed
-# Candidate numbers of rows of a call in deterministic mode; `agreeing_sizes` selects the ones with equal bits.
+# Candidate row counts in deterministic mode; `agreeing_sizes` selects those with equal bits.
 _CALL_SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256)
-_MAX_MEASURED_ROWS = 8192  # rows of the weight that is measured: a longer one repeats the same work
+_MAX_MEASURED_ROWS = 8192  # weight rows that are measured: more rows repeat the same work
 _REFERENCE_SIZE = 16  # the call size that the others are compared with
 
 
@@ -169,9 +169,9 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 def batch_invariant_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product that gives a row the same bits whatever the other rows are, on this machine with this many threads.
 
-    Rows go through calls of a few fixed sizes, which were measured to return the same bits for a row at every place.
-    If no packed form of the weight's dtype passes, the product is computed in float32. That happens with AMX, and with
-    bfloat16 on many threads of a CPU without bfloat16 instructions."""
+    Rows go through calls with a few fixed sizes, which were measured to return the same bits for a row at every place.
+    If no packed form for the weight's dtype passes, the product is computed in float32. That happens with AMX, and with
+    bfloat16 on many threads if the CPU lacks bfloat16 instructions."""
     packed = [dtype for dtype in dict.fromkeys((weight.dtype, torch.float32)) if can_pack(dtype, weight.device)]
     for form, dtype in [*((packed_linear, dtype) for dtype in packed), (plain_linear, weight.dtype)]:
         if sizes := agreeing_sizes(form, *weight.shape, dtype, weight.device, torch.get_num_threads()):
@@ -189,10 +189,10 @@ def agreeing_sizes(
     device: torch.device,
     num_threads: int,  # the current number: it decides how work is divided, so results are cached by it
 ) -> tuple[int, ...]:
-    """The call sizes in which a row has the same bits at every place, and the same bits in all of them; or none.
+    """The call sizes in which a row has the same bits at every place, and the same bits in all sizes; or none.
 
-    A product's order of sums depends on shapes, not on values. The operands have the negative of each column in another
-    column, so the exact sums are zero and a result consists of rounding errors. Another order of sums therefore shows
+    A product's order of additions depends on shapes, not on values. Each column's negative is another column, so the
+    exact sums are zero and a result consists of rounding errors. Another order of additions therefore shows
     in the bits, even after rounding to bfloat16."""
     generator = torch.Generator().manual_seed(0)
     size_out = min(size_out, _MAX_MEASURED_ROWS + size_out % 64)
@@ -200,7 +200,7 @@ def agreeing_sizes(
 
     def draw(num_rows: int, mirror: int) -> torch.Tensor:
         shape = num_rows, half
-        scales = torch.randint(-6, 7, shape, generator=generator).exp2()  # else short sums of bfloat16 are exact
+        scales = torch.randint(-6, 7, shape, generator=generator).exp2()  # otherwise short bfloat16 sums are exact
         drawn = torch.randn(shape, generator=generator) * scales
         rows = torch.cat((drawn, mirror * drawn, torch.zeros(num_rows, size_in % 2)), 1)[:, order]
         return rows.to(device, dtype)

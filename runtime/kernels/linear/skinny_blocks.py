@@ -1,4 +1,4 @@
-"""Blocks of the kernels for few rows: the weight rows of a block, the sum of its chunks, and its stored result."""
+"""Blocks in kernels for few rows: a block's weight rows, its chunk sum, and its stored result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def weight_rows_of_block(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constex
 
 @jit
 def weight_rows(rows, N, ACTIVATION: tl.constexpr):
-    """The rows as a product takes them: with an activation, rows of gate and of up alternate."""
+    """The rows as a product takes them: with an activation, gate and up rows alternate."""
     if ACTIVATION is not None:
         rows = rows // 2 + rows % 2 * (N // 2)
     return rows
@@ -28,7 +28,7 @@ def request_weights(weights, cols, start, K: tl.constexpr):
 
 @jit
 def sums_of_eights(product):
-    """[rows, columns] to [rows, columns // 8]: sums of 8 neighbouring columns.
+    """Sum 8 neighbouring columns: [rows, columns] to [rows, columns // 8].
 
     A thread holds 8 columns of a 16-bit weight, 16 bytes. It sums them at once and keeps an eighth of the registers."""
     return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
@@ -39,7 +39,7 @@ def vector_product(
     w,  # [BLOCK_N, BLOCK_K]: the first weights, requested before
     next_w,  # the second step's weights, used with AHEAD 2
     weights,  # where the first weights are
-    xs,  # [1, BLOCK_K]: where the first columns of x are
+    xs,  # [1, BLOCK_K]: where x's first columns are
     norm_ptr,  # [K], read with NORM
     cols,  # [1, BLOCK_K], from 0
     eps,

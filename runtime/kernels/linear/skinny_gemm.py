@@ -1,4 +1,4 @@
-"""Linear layers over at most 16 rows, the products of a decode step. Reading the weight takes most of their time.
+"""Linear layers over at most 16 rows, a decode step's products. Reading the weight takes most of their time.
 
 A program has a few weight rows and the whole of K, so results do not need a second pass and do not depend on timing. It
 requests its first weights before it waits for the previous kernel. One row is multiplied on the FMA units. More rows,
@@ -31,7 +31,7 @@ from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_ROWS = 16
-_RESULT_COLUMNS = 1024  # columns of A at once, for each warp of a program that computes A x
+_RESULT_COLUMNS = 1024  # columns of A at once, for each warp in a program that computes A x
 
 
 def skinny_gemm_torch(
@@ -42,8 +42,8 @@ def skinny_gemm_torch(
     norm_weight: torch.Tensor | None = None,  # [K]: x is RMS-normalised first
     eps: float = 0.0,
     residual: torch.Tensor | None = None,  # [num_rows, N], must not overlap x; added to in place and returned
-    activation: Activation | None = None,  # N = 2 * ffn, rows of gate, then of up: act(gate) * up
-    out_dtype: torch.dtype | None = None,  # of a result without residual; None for x's dtype
+    activation: Activation | None = None,  # N = 2 * ffn, gate rows, then up rows: act(gate) * up
+    out_dtype: torch.dtype | None = None,  # dtype of a result without residual; None for x's dtype
     out: torch.Tensor | None = None,  # contiguous, for a result without residual
     adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _vector_kernel(
     results_ptr,  # [num_rows, NUM_RANKS] int32, as kernels/linear/small_results.py has them
     out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
     x_stride,
-    end_0,  # outputs up to the end of an adapter's first part, and of the second
+    end_0,  # outputs up to the end of an adapter's first part; end_1: its second
     end_1,
     num_rows,  # not specialised: a new number of rows must not compile a kernel while serving
     N,
@@ -87,7 +87,7 @@ def _vector_kernel(
     NUM_RANKS: tl.constexpr,
     RESULT_K: tl.constexpr,  # columns of A at once
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # at least 8
+    BLOCK_K: tl.constexpr,  # 8 or more
     AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
     PDL: tl.constexpr,
 ):
@@ -110,7 +110,7 @@ def _vector_kernel(
     next_w = w
     if AHEAD == 2 and BLOCK_K < K:
         next_w = request_weights(weights, cols, BLOCK_K, K)
-    if RANK:  # independent of x
+    if RANK:  # x does not matter
         ranks = tl.arange(0, RANK)[None, :]
         part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
         has = (rows < tl.where(index > 0, N, 0))[:, None]
@@ -130,7 +130,7 @@ def _vector_kernel(
 
 @jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
-    x_ptr,  # the same arguments as above
+    x_ptr,  # see above
     weight_ptr,
     bias_ptr,
     residual_ptr,
@@ -142,10 +142,10 @@ def _tile_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; a warp sums one of several chunks
+    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; a warp sums one chunk
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a step, in each chunk
+    BLOCK_K: tl.constexpr,  # columns per step, in each chunk
     NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,  # steps, 1 or 2, of weights requested before the wait
@@ -167,7 +167,7 @@ def _tile_kernel(
         xs = x_ptr + (tokens * x_stride)[None, :, None] + cols
         live = (tokens < num_rows)[None, :, None]
         acc = tl.zeros((NUM_CHUNKS, BLOCK_N, NUM_TOKENS), tl.float32)
-    # The weights of the last steps come first, so that they and the loads of the loop do not wait for one another.
+    # The last steps' weights come first, so that they and the loop's loads do not wait for one another.
     TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
     last_w = _load_weights(weights, cols, CHUNK - BLOCK_K, K, WHOLE)
@@ -222,7 +222,7 @@ def skinny_gemm_triton(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
-    adapters: RowAdapters | None = None,  # for one row or float32; not with `fixed_order`
+    adapters: RowAdapters | None = None,  # only for one row or float32; not with `fixed_order`
     fixed_order: bool = False,  # one row, too, follows `sum_order`; not for float32
 ) -> torch.Tensor:
     """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
@@ -238,17 +238,17 @@ def skinny_gemm_triton(
     }  # fmt: skip
     bias = x if bias is None else bias  # a pointer that the kernel does not read without BIAS
     if one_by_one:
-        of_adapters, (end_0, end_1), rank, num_ranks = (x, x, x, x), (0, 0), 0, 0
+        adapter_args, (end_0, end_1), rank, num_ranks = (x, x, x, x), (0, 0), 0, 0
         if adapters is not None:
             (rows, stacks, _), (end_0, end_1) = adapters, adapters.adapters.first_ends
-            of_adapters = rows, stacks.a, stacks.b, stacks.results
+            adapter_args = rows, stacks.a, stacks.b, stacks.results
             rank, num_ranks = stacks.rank, stacks.a.shape[1]
         block_k = max(min(config.block_k, next_power_of_2(size_in)), 8)
         # Adapters take more registers, which must not reduce the programs on a multiprocessor.
         max_registers = max(2 * config.block_n * block_k // (32 * config.num_warps), 64)
         result_k = min(next_power_of_2(size_in), _RESULT_COLUMNS * config.num_warps)
         _vector_kernel[(num_ranks + grid_n, num_rows)](
-            x, weight, bias, x if norm_weight is None else norm_weight, out, *of_adapters, out, x.stride(0),
+            x, weight, bias, x if norm_weight is None else norm_weight, out, *adapter_args, out, x.stride(0),
             end_0, end_1, num_rows, size_out, eps, RANK=rank, NUM_RANKS=num_ranks, NORM=norm_weight is not None,
             RESULT_K=result_k, BLOCK_K=block_k, AHEAD=config.stages, maxnreg=max_registers if rank else None, **options,
         )  # fmt: skip

@@ -9,9 +9,9 @@ class SkinnyGemmConfig(NamedTuple):
     """How `skinny_gemm` cuts a weight [N, K]: a program has block_n rows and the whole of K."""
 
     block_n: int
-    block_k: int  # columns a step; more rows: in each chunk of the weight's `sum_order`
+    block_k: int  # columns a step; more rows: in each chunk by the weight's `sum_order`
     num_warps: int
-    stages: int = 1  # one row: steps in flight, 1 or 2; more rows: stages of the software pipeline
+    stages: int = 1  # one row: steps in flight, 1 or 2; more rows: software pipeline stages
     ahead: int = 1  # more rows: steps, 1 or 2, of weights requested before the wait for the previous kernel
 
 

@@ -1,7 +1,7 @@
-"""Results A x of a row's LoRA adapter, shared between the programs of one launch.
+"""Results A x for a row's LoRA adapter, shared between one launch's programs.
 
 The first programs of a product compute A x; the other programs wait for it after their own sums. A result is its own
-flag: its place holds EMPTY_WORD until the result is stored. A step of one row clears the places of all layers before
+flag: its place holds EMPTY_WORD until the result is stored. A one-row step clears all layers' places before
 its first layer. Programs are scheduled in index order, so producers always run before the consumers that wait for them.
 """
 
@@ -17,7 +17,7 @@ _EMPTY = constexpr(EMPTY_WORD)
 def make_result(
     result,  # where to store it
     x,  # [K], not yet RMS-normalised with NORM
-    a,  # [K]: a row of A
+    a,  # [K]: one row of A
     norm,  # [K], read with NORM
     has_adapter,  # if false, nothing is computed
     eps,

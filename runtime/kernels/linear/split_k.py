@@ -10,7 +10,7 @@ import torch
 
 from runtime.kernels.triton_language import jit, tl
 
-MAX_SPLIT_TILES = 1024  # tiles of a split product; each has an arrival counter
+MAX_SPLIT_TILES = 1024  # tiles in a split product; each has an arrival counter
 
 
 @cache
@@ -25,7 +25,7 @@ def store_part(sums_ptr, size, at, part, mask, counters_ptr):
 
     Part i lies at `sums_ptr + i * size + at`."""
     tl.store(sums_ptr + tl.program_id(1) * size + at, part, mask=mask)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
+    tl.debug_barrier()  # this program's stores come before its arrival
     return tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
 
 

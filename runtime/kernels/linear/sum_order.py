@@ -1,21 +1,22 @@
-"""The order of a product's sums over K. The weight's shape alone decides it, so a row has the same bits in any batch.
+"""The order in which a product adds over K. The weight's shape alone decides it, so a row has the same bits in any
+batch.
 
-K is cut into chunks. Matrix instructions of 16 columns sum a chunk in ascending order, and the sums of chunks are added
-in ascending order. On one card, all of these instructions round alike (mma.sync or wgmma, with the weight rows on
-either side). The tiles of a product therefore do not change the bits; tests/gpu/test_gpu_linear.py checks that.
+K is cut into chunks. 16-column matrix instructions sum a chunk in ascending order, and chunk sums are added
+in ascending order. On one card, all these instructions round alike (mma.sync or wgmma, with the weight rows on
+either side). A product's tiles therefore do not change the bits; tests/gpu/test_gpu_linear.py checks that.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_NUM_SMS = 132  # of an H100 or H200; on other cards the same order works, only slower
+_NUM_SMS = 132  # an H100's or H200's; on other cards the same order works, only slower
 _MAX_CHUNKS = 4
 _MIN_CHUNK = 512
 
 
 class SumOrder(NamedTuple):
-    """1, 2, 4 or 8 chunks of `chunk` columns, a multiple of 128; the last one may be shorter."""
+    """1, 2, 4 or 8 chunks with `chunk` columns, a multiple of 128; the last one may be shorter."""
 
     num_chunks: int
     chunk: int

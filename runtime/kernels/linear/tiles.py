@@ -1,4 +1,4 @@
-"""Tiles of products: their order, their parts of K, and how a kernel stores one."""
+"""Product tiles: their order, their parts of K, and how a kernel stores one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
 from runtime.kernels.triton_language import INTERPRETED, TensorDescriptor, constexpr, jit, tl
 
 _ADDS = constexpr(not INTERPRETED)  # the copy engine adds in the residual's dtype
-_GROUP = constexpr(8)  # neighbouring programs with different tiles of x and the same tile of the weight
+_GROUP = constexpr(8)  # neighbouring programs with different x tiles and the same weight tile
 
 
 class Tiling(NamedTuple):
-    """How tiles cover a product. It does not affect the order of a sum, except that `split` orders parts of K."""
+    """How tiles cover a product. It does not affect a sum's order, except that `split` orders parts of K."""
 
-    block_m: int  # rows of x
-    block_n: int  # rows of the weight
-    block_k: int  # columns of a step, unless the weight's layout fixes them
+    block_m: int  # x rows
+    block_n: int  # weight rows
+    block_k: int  # columns per step, unless the weight's layout fixes them
     num_warps: int
     stages: int
     split: int = 1  # parts of K that programs sum side by side
-    swap: bool = False  # the weight rows, not the rows of x, are the rows of the matrix instruction
+    swap: bool = False  # the weight rows, not x rows, are the matrix instruction's rows
 
     def num_tiles(self, num_rows: int, size_out: int) -> int:
         return -(-num_rows // self.block_m) * -(-size_out // self.block_n)
 
     def parts(self, num_rows: int, size_out: int, out: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The number of parts of K, the buffer for their sums, and their arrival counters.
+        """How many parts K has, the buffer for their sums, and their arrival counters.
 
         With one part both buffers are `out`: the kernel needs pointers, but does not use them."""
         num_tiles = self.num_tiles(num_rows, size_out)
@@ -63,7 +63,7 @@ def blocks_of(tensor: torch.Tensor, *block: int) -> TensorDescriptor:
 
 @jit
 def tile_place(tile, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row of x and the first row of the weight of a tile; neighbouring tiles share the weight rows."""
+    """A tile's first x row and first weight row; neighbouring tiles share the weight rows."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group_start = tile // (_GROUP * tiles_n) * _GROUP
     group_size = tl.minimum(tiles_m - group_start, _GROUP)
@@ -83,10 +83,10 @@ def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
 def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
     """Store this program's part of a tile and count its arrival; return how many parts arrived before it.
 
-    The parts of a tile lie one behind another and are not masked, unlike the parts of `store_part`."""
+    A tile's parts lie one behind another and are not masked, unlike `store_part`'s parts."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(_first_part(sums_ptr, total, SPLIT) + tl.program_id(1) * size, total)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
+    tl.debug_barrier()  # this program's stores come before its arrival
     return tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
 
 

@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from runtime.kernels.llvm.language import Pointer, Trace, Value, i64
 
-_LEVELS = {  # CPU name and features of LLVM
+_LEVELS = {  # LLVM's CPU name and features
     "generic": ("x86-64-v3", "-avxvnni"),
     "avx2": ("x86-64-v3", ""),
     "avxvnni": ("x86-64-v3", "+avxvnni"),
@@ -38,8 +38,8 @@ class Target:
     triple: str
     cpu: str
     features: str
-    dot: str  # the instructions of `dot.py`: avx512vnni, avxvnni, avx2, neon or generic
-    vector_bytes: int  # of a register
+    dot: str  # the instructions in `dot.py`: avx512vnni, avxvnni, avx2, neon or generic
+    vector_bytes: int  # bytes per register
 
     @property
     def name(self) -> str:
@@ -83,10 +83,10 @@ _lock = threading.RLock()  # one thread traces and compiles at a time
 
 
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
-    """The LLVM IR of a kernel.
+    """A kernel's LLVM IR.
 
-    The compiled function reads parameters that are numbers or pointers from an array of 64-bit words. `part` and
-    `parts` are the share of the work, `target` is the target. Other parameters are constants of the tracing."""
+    The compiled function reads parameters that are numbers or pointers from a 64-bit word array. `part` and
+    `parts` are the share of the work, `target` is the target. Other parameters are constants while tracing."""
     with _lock:
         return _traced(function, constants, target)
 
@@ -139,17 +139,17 @@ def assembly(function: Callable[..., None], target: Target, **constants: Any) ->
     return text
 
 
-_engines: list[Any] = []  # keep the code of kernels in memory
+_engines: list[Any] = []  # keep the kernels' code in memory
 
 
 def load(source: str, target: Target, name: str = "kernel") -> int:
-    """The address of a compiled function of a module's source."""
+    """The address of a compiled function in a module's source."""
     with _lock:
         return _loaded(source, target, name)
 
 
 def _loaded(source: str, target: Target, name: str) -> int:
-    # Not that of `_machine`: the engine becomes the owner of its machine.
+    # `_machine`'s does not serve: the engine becomes its machine's owner.
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=3, jit=True
     )

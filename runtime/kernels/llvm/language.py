@@ -54,7 +54,7 @@ i8, i16, i32, i64 = (Type("i", bits) for bits in (8, 16, 32, 64))
 u8, u16, u32 = (Type("u", bits) for bits in (8, 16, 32))
 f16, f32, bf16, bit = Type("f", 16), Type("f", 32), Type("b", 16), Type("i", 1)
 
-_LINE = 64  # bytes of a cache line
+_LINE = 64  # bytes per cache line
 
 
 class Trace:
@@ -173,7 +173,7 @@ class Value:
         return Value(Trace.builder.bitcast(self.ir, type.ir), type)
 
     def address(self, type: Type) -> Pointer:
-        """This 64-bit number as the address of numbers of a type."""
+        """This 64-bit number as the address of elements with a type."""
         return Pointer(Trace.builder.inttoptr(self.ir, ir.PointerType()), type)
 
     # -- lanes ------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Value:
         return Value(_shuffle(self.ir, undefined, order), self.type(len(order)))
 
     def lanes_with(self, other: Value, order: Sequence[int]) -> Value:
-        """A vector of these lanes of this vector and another; the other's lanes are counted on."""
+        """A vector with these lanes from this vector and another; the other's lanes are counted on."""
         return Value(_shuffle(self.ir, other.ir, order), self.type(len(order)))
 
     def __getitem__(self, lane: int) -> Value:
@@ -243,7 +243,7 @@ class Variable(Value):
 
 
 class Pointer:
-    """The address of numbers of one type. Offsets count numbers."""
+    """The address of elements with one type. Offsets count elements."""
 
     def __init__(self, register: Any, type: Type) -> None:
         self.ir, self.type = register, type
@@ -252,7 +252,7 @@ class Pointer:
         return Pointer(Trace.builder.gep(self.ir, [number(offset, i64).ir], source_etype=self.type.ir), self.type)
 
     def of(self, type: Type) -> Pointer:
-        """The same address, of numbers of another type."""
+        """The same address, for elements with another type."""
         return Pointer(self.ir, type)
 
     def load(self, offset: Any = 0, lanes: int = 1) -> Value:
@@ -268,7 +268,7 @@ class Pointer:
         Trace.intrinsic("llvm.prefetch.p0", ir.VoidType(), [(self + offset).ir, *flags])
 
 
-# Annotations of the parameters of kernels: numbers, and numbers in memory.
+# Annotations for kernel parameters: numbers, and elements in memory.
 Int = Annotated[Value, i64]
 Float = Annotated[Value, f32]
 I8s = Annotated[Pointer, i8]
@@ -343,7 +343,7 @@ def _conversion(own: Type, target: Type) -> str:
     if target.is_float:
         return "sitofp" if own.kind == "i" else "uitofp"
     if target.bits == own.bits:
-        return "bitcast"  # of another sign
+        return "bitcast"  # only the sign differs
     if target.bits < own.bits:
         return "trunc"
     return "sext" if own.kind == "i" and own.bits > 1 else "zext"
@@ -433,7 +433,7 @@ def when(condition: Value) -> Iterator[None]:
 
 
 def share(total: Any, part: Value, parts: Value, unit: int = 1) -> tuple[Value, Value]:
-    """Begin and end of one of `parts` equal shares of a range, in whole units."""
+    """Begin and end of one share of a range, among `parts` equal ones in whole units."""
     units = (number(total, i64) + (unit - 1)) // unit
     begin, end = units * part // parts * unit, units * (part + 1) // parts * unit
     return begin, minimum(end, total)

@@ -15,7 +15,7 @@ from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 
 Argument = torch.Tensor | int | float | None
 
-_LEAST_WORK = 1 << 14  # of a kernel that several threads share
+_LEAST_WORK = 1 << 14  # work in a kernel that several threads share
 _kernels: dict[tuple[Any, ...], int] = {}
 
 
@@ -58,7 +58,7 @@ class Launcher:
         self.pool.launch(function, words, parts)
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor of this shape in the buffer of this name, which grows as needed. Its content is undefined."""
+        """A tensor with this shape in the buffer with this name, which grows as needed. Its content is undefined."""
         size = 1
         for length in shape:
             size *= length

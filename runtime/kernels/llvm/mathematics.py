@@ -15,7 +15,7 @@ _LOWEST, _HIGHEST = -87.3, 88.3  # exp is 0 below and infinite above
 
 
 def exp(x: Value) -> Value:
-    """e to the power of x; exactly 1 of 0."""
+    """e to the power of x; exactly 1 for 0."""
     lanes = x.type.lanes
     moved = x * _LOG2_E + _TO_INTEGER
     n = moved - _TO_INTEGER
@@ -43,7 +43,7 @@ def log(x: Value) -> Value:
     lanes = x.type.lanes
     raw = x.bitcast(i32(lanes))
     exponent = (raw >> 23) - 126
-    mantissa = ((raw & 0x7FFFFF) | 0x3F000000).bitcast(f32(lanes))  # in [1/2, 1)
+    mantissa = ((raw & 0x7FFFFF) | 0x3F000000).bitcast(f32(lanes))  # 1/2 to 1
     is_low = mantissa < _HALF_SQRT
     z = where(is_low, mantissa + mantissa, mantissa) - 1.0
     power = where(is_low, exponent - 1, exponent).to(f32)

@@ -1,4 +1,4 @@
-"""Pool: the threads of this process that compute kernels, and tapes of kernels that are run again and again."""
+"""Pool: this process's threads that compute kernels, and kernel tapes that are run again and again."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Pool:
         self._serve = Function(load(trace(threads.serve, {}, target), target))
         self._control = aligned_words(5 * LINE)
         self._generation, self._single, self._lock = 0, Tape(), threading.Lock()
-        self._recent: deque[Any] = deque(maxlen=64)  # words of tapes that late threads may still read
+        self._recent: deque[Any] = deque(maxlen=64)  # tape words that late threads may still read
         self._single.add(0, (ctypes.c_int64 * 1)(), 1)
         self._arguments = (ctypes.c_int64 * 5)()
         self._arguments_at = ctypes.addressof(self._arguments)

@@ -1,21 +1,21 @@
-"""Compiled code that divides kernels among threads: a tape of kernels, and threads that take parts of each.
+"""Compiled code that divides kernels among threads: a kernel tape, and threads that take parts of each kernel.
 
-A tape is an array of 64-bit words, eight for each kernel:
+A tape is a 64-bit word array, eight words for each kernel:
 
-- FUNCTION, ARGUMENTS: addresses of the kernel and of its arguments
+- FUNCTION, ARGUMENTS: addresses of the kernel and its arguments
 - PARTS: number of parts
 - TICKET: run << 32, number of parts << 16, next part
 - DONE: run << 32, finished parts
 - FOLLOWING: number of kernels that follow
 
-A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. Only the
+A thread takes a part by increasing the ticket, and moves to the next kernel when all parts of one are done. Only the
 ticket decides: the other words may already belong to the next run. The caller takes parts, too, and does not wait for a
-thread without a part. A suspended thread costs time only if it holds one. Tickets have the number of the run, so a late
+thread without a part. A suspended thread costs time only if it holds one. Tickets have the run's number, so a late
 thread cannot take a part of another run.
 
 A waiting thread spins for some microseconds, then yields its core at each look. After two milliseconds without a part
 it sleeps (futex). A woken thread may need a millisecond to get a core, which is longer than the pause between two
-steps. A thread also sleeps during runs of kernels with one part."""
+steps. A thread also sleeps while kernels have one part."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from runtime.kernels.llvm.language import (
 OP_WORDS = 8
 FUNCTION, ARGUMENTS, PARTS, TICKET, DONE, FOLLOWING = range(6)
 MAX_PARTS = (1 << 16) - 1
-GENERATION, TAPE, SLEEPERS, STOP = range(4)  # words of a pool's control block; each has a line of its own
+GENERATION, TAPE, SLEEPERS, STOP = range(4)  # words in a pool's control block; each has its own line
 LINE = 8  # words
-_SPINS = 1 << 8  # of a waiting thread, before it yields its core at each further look
-_LOOKS = 1 << 12  # of a thread without a part, before it sleeps: about two milliseconds
+_SPINS = 1 << 8  # a waiting thread's spins, before it yields its core at each further look
+_LOOKS = 1 << 12  # looks of a thread without a part, before it sleeps: about two milliseconds
 _FUTEX = {"x86_64": 202, "aarch64": 98}
-_WAIT, _WAKE = 128, 129  # of private futexes
+_WAIT, _WAKE = 128, 129  # private futexes
 
 
 def run_tape(control: I64s, tape: I64s, num_ops: Int, run: Int, wakes: Int, part: Int, parts: Int) -> None:
@@ -68,7 +68,7 @@ def run_tape(control: I64s, tape: I64s, num_ops: Int, run: Int, wakes: Int, part
 
 
 def serve(control: I64s, part: Int, parts: Int) -> None:
-    """A thread of the pool: take parts of each run until the pool is closed."""
+    """A pool thread: take parts of each run until the pool is closed."""
     seen, looks = variable(zeros(i64)), variable(zeros(i64))  # looks since this thread took a part
     repeat = _While()
     with repeat:

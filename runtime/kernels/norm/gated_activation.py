@@ -1,10 +1,10 @@
-"""The gated activation of a feed-forward layer, act(gate) * up, or act(up) alone. act(x) is x * sigmoid(z(x)).
+"""A feed-forward layer's gated activation, act(gate) * up, or act(up) alone. act(x) is x * sigmoid(z(x)).
 
 silu            z = x
 gelu_tanh       z = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(y)) / 2 is sigmoid(2 y)
 swiglu_clamped  z = 1.702 x
 
-The last one, of gpt-oss, is act(min(gate, 7)) * (1 + up), with up within a magnitude of 7.
+The last one, gpt-oss's, is act(min(gate, 7)) * (1 + up), with up within a magnitude of 7.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 
 _GELU_SCALE = 2.0 * math.sqrt(2.0 / math.pi)
-_CLAMPED_SCALE = 1.702  # of z
+_CLAMPED_SCALE = 1.702  # z's factor
 _LIMIT = constexpr(ACTIVATION_LIMIT)
-_BLOCK = 1024  # columns of a program
+_BLOCK = 1024  # columns per program
 
 
 def gated_activation_torch(gate_up: torch.Tensor, activation: Activation, gated: bool = True) -> torch.Tensor:
@@ -41,7 +41,7 @@ def gated_activation_exact(gate_up: torch.Tensor, activation: Activation, gated:
     """`gated_activation_torch` with bits that do not depend on the number of rows.
 
     F.silu's vector body and scalar tail differ in the last bit, and the threads' shares of rows decide where the tail
-    falls. Those of exp agree, and all other operations are exactly rounded."""
+    falls. They agree for exp, and all other operations are exactly rounded."""
     gate, *up = gate_up.float().chunk(2, -1) if gated else (gate_up.float(),)
     if activation == "silu":
         z = gate

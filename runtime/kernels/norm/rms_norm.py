@@ -11,7 +11,7 @@ from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 def rms_norm_torch(
     x: torch.Tensor,  # [num_tokens, hidden]
-    weight: torch.Tensor,  # [hidden], of x's dtype or fp32
+    weight: torch.Tensor,  # [hidden], x's dtype or fp32
     eps: float,
     residual: torch.Tensor | None = None,  # [num_tokens, hidden] contiguous: added to in place and returned
 ) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _rms_norm_kernel(
     out_stride,
     hidden,
     eps,
-    RESIDUAL: tl.constexpr,  # out is added to
+    RESIDUAL: tl.constexpr,  # adds to out
     BLOCK: tl.constexpr,  # power of two, at least hidden
     PDL: tl.constexpr,
 ):

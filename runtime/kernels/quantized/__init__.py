@@ -11,9 +11,9 @@
 | `activations` | to fp8 or int16 | | all | any GPU | `quantize_fp8_torch`, `quantize_int16_torch` |
 | `weight_conversions` | | dense to fp8; all to dense | | any GPU | `Float8.encode`, `dequantize_torch` |
 
-Encodings of a weight are fp8 (e4m3), int8, int4 (symmetric), uint4 (with zero points), e2m1 (fp4) and table (nf4 and
+A weight's encodings are fp8 (e4m3), int8, int4 (symmetric), uint4 (with zero points), e2m1 (fp4) and table (nf4 and
 others). Kernels for mixtures of experts are in `runtime/kernels/experts`: `moe_wna16` and `moe_fp8_w8a8`.
 `quantized_linear` chooses a kernel for each step, `launch_configs` its tiles. `quantized_weight` holds the weight and
 its layout, `upcast` turns values into bfloat16 in registers, `wna16_step` multiplies one step of columns. `word_order`
-is a second layout of 4-bit values, for mixtures.
+is a second layout for 4-bit values, for mixtures.
 """

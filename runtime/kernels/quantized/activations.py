@@ -20,8 +20,8 @@ from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl,
 
 _LARGEST_FP8 = constexpr(448.0)
 _LARGEST_INT16 = constexpr(32512.0)  # 127 * 256
-_SMALLEST = constexpr(2.0**-100)  # lower bound of a row's largest magnitude, so that a row of zeros has a scale
-_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the low bits of the sum
+_SMALLEST = constexpr(2.0**-100)  # lower bound for a row's largest magnitude, so that a zero row has a scale
+_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the sum's low bits
 _MAGIC_BITS = constexpr(0x4B400000)
 
 
@@ -37,7 +37,7 @@ class Fp8Activations(NamedTuple):
 
 def quantize_fp8_torch(
     x: torch.Tensor,  # [num_rows, K]; with a gated activation [num_rows, 2 * K]
-    norm_weight: torch.Tensor | None = None,  # of an RMS norm, which comes first
+    norm_weight: torch.Tensor | None = None,  # an RMS norm's, which comes first
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
@@ -53,9 +53,9 @@ def quantize_fp8_torch(
 class Int16Activations(NamedTuple):
     """Numbers [num_rows, K]: (256 * high limb + low limb) * scale of the row."""
 
-    limbs: torch.Tensor  # [2 * num_rows, K] int8: the high limbs of a row, then its low ones
+    limbs: torch.Tensor  # [2 * num_rows, K] int8: a row's high limbs, then its low ones
     scales: torch.Tensor  # [num_rows] float32
-    sums: torch.Tensor | None = None  # float32 [ceil(K / group_size), num_rows]: the sum of each group
+    sums: torch.Tensor | None = None  # float32 [ceil(K / group_size), num_rows]: each group's sum
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         high, low = self.limbs.double().view(len(self.scales), 2, -1).unbind(1)
@@ -64,11 +64,11 @@ class Int16Activations(NamedTuple):
 
 def quantize_int16_torch(
     x: torch.Tensor,  # [num_rows, K]; with a gated activation [num_rows, 2 * K]
-    norm_weight: torch.Tensor | None = None,  # of an RMS norm, which comes first
+    norm_weight: torch.Tensor | None = None,  # an RMS norm's, which comes first
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
-    group_size: int = 0,  # columns of a sum; 0 for no sums
+    group_size: int = 0,  # columns per sum; 0 for no sums
 ) -> Int16Activations:
     """x, its norm or its gated activation, rounded from float32 to int16."""
     wide = rows_in_float32(x, norm_weight, eps, activation, gated)

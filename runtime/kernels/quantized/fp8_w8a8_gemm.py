@@ -1,8 +1,8 @@
 """Products of fp8 activations with fp8 weights (w8a8): both go to the matrix units as they are.
 
-Scales multiply the sums. The matrix units keep about 14 bits of a sum of e4m3 products. This kernel adds one step of
-columns on them, and adds steps in float32. The library adds all columns on the matrix units. Its error is 0.13 % of a
-sum over 4,096 columns and 0.29 % over 14,336, a tenth of the error of rounding activations to fp8, and it is 1.3 times
+Scales multiply the sums. The matrix units keep about 14 bits in a sum of e4m3 products. This kernel adds one column
+step on them, and adds steps in float32. The library adds all columns on the matrix units. Its error is 0.13 % of a
+sum over 4,096 columns and 0.29 % over 14,336, a tenth of the activations' rounding error. It is 1.3 times
 as fast at thousands of rows.
 """
 
@@ -25,12 +25,12 @@ from runtime.kernels.quantized.activations import Fp8Activations
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch
 from runtime.kernels.triton_language import INTERPRETED, jit, tl, use_pdl
 
-_LIBRARY_TILES = 80  # tiles of 128 x 128 from which the library, which does not split K, is faster
+_LIBRARY_TILES = 80  # 128 x 128 tiles from which the library, which does not split K, is faster
 
 
 def fp8_w8a8_gemm_torch(
     x: Fp8Activations,
-    weight: QuantizedWeight,  # fp8 with a scale for each row, or for each block of 128 x 128
+    weight: QuantizedWeight,  # fp8 with a scale for each row, or for each 128 x 128 block
     bias: torch.Tensor | None = None,  # [N]
     residual: torch.Tensor | None = None,  # [num_rows, N] contiguous: added to in place and returned
     dtype: torch.dtype = torch.bfloat16,
@@ -43,12 +43,12 @@ def fp8_w8a8_gemm_torch(
 
 @jit(do_not_specialize=["num_rows"])
 def _fp8_w8a8_gemm_kernel(
-    xs,  # descriptor of x's values [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
-    weights,  # descriptor of the weight's [N, K] with blocks [BLOCK_N, BLOCK_K]
+    xs,  # descriptor: x's values [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
+    weights,  # descriptor: the weight's [N, K] with blocks [BLOCK_N, BLOCK_K]
     x_scales_ptr,  # [num_rows]
     scales_ptr,  # [at least N], or [K / 128, SCALE_STRIDE] if SCALE_STRIDE
     bias_ptr,  # [N], read if BIAS
-    outs,  # descriptor of [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
+    outs,  # descriptor: [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
     sums_ptr,  # [tiles, SPLIT, BLOCK_M * BLOCK_N] fp32, used with SPLIT > 1
     counters_ptr,  # [tiles] int32 zeros, used with SPLIT > 1
     num_rows,
@@ -57,7 +57,7 @@ def _fp8_w8a8_gemm_kernel(
     SCALE_STRIDE,
     BLOCK_SCALES: tl.constexpr,  # BLOCK_N and BLOCK_K are at most 128 then
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # out is added to
+    RESIDUAL: tl.constexpr,  # adds to out
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,7 +158,7 @@ def fits_fp8_gemm(
     """`has_fp8_gemm` for these fields of a `QuantizedWeight`."""
     size_out, size_in = shape
     is_shared = (group_size, scale_rows) in ((0, 1), (128, 128))
-    is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine reads rows of 16 bytes
+    is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine reads 16-byte rows
     return encoding == "fp8" and is_shared and is_aligned and tiles.multiplies_fp8(device)
 
 

@@ -26,8 +26,8 @@ from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use
 
 _PLAIN = constexpr(INTERPRETED)
 FEWEST_INT16_ROWS = 9  # fewer rows use the kernels for few rows, which include the norm
-MAX_INT16_ROWS = 256, 64  # for 8-bit and for 4-bit values; above, other products cost less time
-# Four bytes of two values n each -> 16 * (n - 8) of the low nibbles, and of the high nibbles.
+MAX_INT16_ROWS = 256, 64  # limits for 8-bit and 4-bit values; above, other products cost less time
+# Four bytes with two values n each -> 16 * (n - 8) for the low nibbles, and for the high nibbles.
 _UNPACK = constexpr("""{
 .reg .b32 a;
 shl.b32 a, $2, 4;
@@ -52,7 +52,7 @@ def int_wna16_gemm_torch(
 
 @jit
 def _unpack(packed):
-    """Bytes of two values -> 16 * (value - 8) of the low and of the high nibbles, int8."""
+    """Bytes with two values -> 16 * (value - 8) for the low and the high nibbles, int8."""
     if _PLAIN:
         low, high = ((packed << 4) ^ 128).to(tl.int8, bitcast=True), ((packed & 240) ^ 128).to(tl.int8, bitcast=True)
     else:
@@ -67,8 +67,8 @@ def _add_group(
     total, acc, scales, zero_points, sums_ptr, tokens, num_rows, group,
     HAS_ZERO_POINTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """total plus the sums of a group times its scales, minus its zero points times the sums of x."""
-    high, low = tl.split(tl.reshape(acc, (acc.shape[0], BLOCK_M, 2)))  # the limbs of a row are neighbours
+    """total plus a group's sums times its scales, minus its zero points times x's sums."""
+    high, low = tl.split(tl.reshape(acc, (acc.shape[0], BLOCK_M, 2)))  # a row's limbs are neighbours
     scale = tl.load(scales)[:, None]
     total += (high * 256 + low).to(tl.float32) * scale
     if HAS_ZERO_POINTS:
@@ -79,25 +79,25 @@ def _add_group(
 
 @jit(do_not_specialize=["num_rows"])
 def _int_wna16_gemm_kernel(
-    xs,  # descriptor of x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, WIDTH]
-    weights,  # descriptor of the weight's values [N, K or K / 2] with blocks [BLOCK_N, WIDTH]
+    xs,  # descriptor: x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, WIDTH]
+    weights,  # descriptor: the weight's values [N, K or K / 2] with blocks [BLOCK_N, WIDTH]
     x_scales_ptr,  # [num_rows]
     x_sums_ptr,  # [groups, num_rows], read with zero points
     scales_ptr,  # [at least N], or with groups [groups, SCALE_STRIDE]
-    zero_points_ptr,  # like scales
+    zero_points_ptr,  # shaped like scales
     bias_ptr,  # [N], read if BIAS
-    outs,  # descriptor of [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
+    outs,  # descriptor: [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
     sums_ptr,  # [tiles, SPLIT, BLOCK_M * BLOCK_N] fp32, used with SPLIT > 1
     counters_ptr,  # [tiles] int32 zeros, used with SPLIT > 1
     num_rows,
     N,
     K,
     SCALE_STRIDE,
-    PLANE: tl.constexpr,  # columns between two values of a byte; 0 for 8-bit values
-    GROUP_SIZE: tl.constexpr,  # 0, or the columns of a step, or with planes of one plane
+    PLANE: tl.constexpr,  # columns between a byte's two values; 0 for 8-bit values
+    GROUP_SIZE: tl.constexpr,  # 0, or the columns per step, or per plane
     HAS_ZERO_POINTS: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # out is added to
+    RESIDUAL: tl.constexpr,  # adds to out
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -222,8 +222,6 @@ def has_int_wna16_gemm(weight: QuantizedWeight) -> bool:
     is_shared = weight.scale_rows == 1 and (
         weight.group_size in (64, 128) if weight.plane else weight.group_size in (0, 128)
     )
-    is_aligned = (
-        size_in % (32 if weight.plane else 16) == 0 and size_out % 8 == 0
-    )  # the copy engine reads rows of 16 bytes
+    is_aligned = size_in % (32 if weight.plane else 16) == 0 and size_out % 8 == 0  # the copy engine reads 16-byte rows
     is_integer = weight.encoding in ("int4", "uint4") or (weight.encoding == "int8" and weight.zero_points is None)
     return is_integer and is_shared and is_aligned and tiles.multiplies_fp8(weight.values.device)

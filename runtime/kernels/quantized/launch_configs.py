@@ -1,4 +1,4 @@
-"""Launch configurations of products with quantized weights: rules from measurements of 8B shapes on an H200."""
+"""Launch configurations for products with quantized weights: rules measured with 8B shapes on an H200."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import next_power_of_2
 
 _NUM_SMS = 132
-_FEW_ROWS = 5120  # weight rows: about as many programs of 32 rows as multiprocessors, or fewer
+_FEW_ROWS = 5120  # weight rows: about one 32-row program per multiprocessor, or fewer
 
 
 class Wna16SkinnyConfig(NamedTuple):
     """How `wna16_skinny_gemm` cuts a product."""
 
-    block_n: int  # weight rows of a program
-    block_k: int  # columns of a step, unless the layout fixes them (`step_columns`)
+    block_n: int  # weight rows per program
+    block_k: int  # columns per step, unless the layout fixes them (`step_columns`)
     num_warps: int
-    stages: int = 1  # of the software pipeline
+    stages: int = 1  # software pipeline stages
     ahead: int = 1  # steps, 1 or 2, of weights requested before the wait for the previous kernel
     unroll: int = 1  # steps between two waits for loads
 
@@ -29,7 +29,7 @@ class GemvConfig(NamedTuple):
 
     block_n: int  # weight rows with loads in flight at once
     num_warps: int
-    blocks: int  # blocks of block_n rows that a program multiplies one after another
+    blocks: int  # blocks with block_n rows that a program multiplies one after another
 
 
 def wna16_sum_order(size_out: int, size_in: int) -> SumOrder:
@@ -57,7 +57,7 @@ def wna16_skinny_config(weight: QuantizedWeight, num_rows: int) -> Wna16SkinnyCo
 
 
 def gemv_config(weight: QuantizedWeight) -> GemvConfig:
-    """The configuration for one row: registers hold the values of a block and of the next block.
+    """The configuration for one row: registers hold the values of a block and the next block.
 
     A program has as many rows as leave programs for all multiprocessors."""
     size_out, words = weight.shape[0], row_words(weight)
@@ -75,7 +75,7 @@ def gemv_config(weight: QuantizedWeight) -> GemvConfig:
 
 
 def row_words(weight: QuantizedWeight) -> int:
-    """The 4-byte words of a weight row, rounded up to a power of two; at least 128, the words of a warp."""
+    """A weight row's 4-byte words, rounded up to a power of two; at least 128, a warp's words."""
     words: int = next_power_of_2(weight.values[0].nbytes // 4)
     return max(words, 128)
 

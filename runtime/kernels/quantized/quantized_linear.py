@@ -98,7 +98,7 @@ class QuantizedLinear(FusedLinear):
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`normed` in float32, for any number of rows; the head computes only the last rows of prompts."""
+        """`normed` in float32, for any number of rows; the head computes only prompts' last rows."""
         if self._is_skinny(x):
             return super().logits(x, norm_weight, eps, out)
         return self.tiled(self.norm(x, norm_weight, eps), out_dtype=torch.float32, out=out)
@@ -183,7 +183,7 @@ class QuantizedActivationLinear(QuantizedLinear, ABC, Generic[Rows]):
 
 
 class Fp8Linear(QuantizedActivationLinear[Fp8Activations]):
-    """The layer of a weight that `has_fp8_gemm`: activations become fp8 in every step of more than one row.
+    """The layer for a weight that `has_fp8_gemm`: activations become fp8 in every step with more than one row.
 
     Deterministic mode cannot use it, because the library's sums depend on the number of rows."""
 
@@ -199,7 +199,7 @@ class Fp8Linear(QuantizedActivationLinear[Fp8Activations]):
 
 
 class Int16Linear(QuantizedActivationLinear[Int16Activations]):
-    """The layer of a weight that `has_int_wna16_gemm`: activations become int16 for a medium number of rows."""
+    """The layer for a weight that `has_int_wna16_gemm`: activations become int16 for a medium number of rows."""
 
     max_skinny = FEWEST_INT16_ROWS - 1
 

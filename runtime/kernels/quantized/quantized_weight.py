@@ -1,7 +1,7 @@
 """Quantized weights on a GPU: their tensors, and the layout that every kernel receives as one constant.
 
-8-bit values lie as the weight does, [N, K]. A byte of 4-bit values holds two columns of a row, `plane` columns apart.
-Of every 2 * plane columns, the low nibbles hold the first half and the high nibbles hold the second half. A kernel
+8-bit values lie as the weight does, [N, K]. A byte with 4-bit values holds two columns of a row, `plane` columns apart.
+In every 2 * plane columns, the low nibbles hold the first half and the high nibbles hold the second half. A kernel
 multiplies these two planes one after the other, so that no instruction has to interleave neighbouring columns.
 """
 
@@ -18,8 +18,8 @@ from runtime.kernels.quantized.upcast import upcast_instructions
 from runtime.kernels.quantized.word_order import word_instructions
 from runtime.kernels.triton_language import INTERPRETED
 
-MAX_GROUP = 128  # largest group size of kernels; scales of larger groups are repeated
-_ROW_BYTES = 512  # rows of scales avoid multiples of this: the groups of a step would share memory channels
+MAX_GROUP = 128  # the kernels' largest group size; larger groups' scales are repeated
+_ROW_BYTES = 512  # scale rows avoid multiples of this: a step's groups would share memory channels
 
 
 class WeightLayout(NamedTuple):
@@ -28,12 +28,12 @@ class WeightLayout(NamedTuple):
     Device functions take the whole LAYOUT: Triton 3.6 does not accept one of its fields as an argument."""
 
     encoding: str  # fp8 | int8 | uint4 | int4 | e2m1 | table; int4 is stored from 0 on, with zero point 8
-    table: tuple[float, ...]  # the 16 numbers of a table, under the interpreter alone
+    table: tuple[float, ...]  # a table's 16 values, only under the interpreter
     asm: str | None  # instructions that upcast four bytes; None under the interpreter
-    plane: int  # columns between the two nibbles of a byte; 0 for 8-bit values
+    plane: int  # columns between a byte's two nibbles; 0 for 8-bit values
     group_size: int  # columns that share a scale: 16, 32, 64 or 128; 0 for all
     scale_rows: int  # rows that share a scale
-    scale_stride: int  # elements between the scales of two groups
+    scale_stride: int  # elements between two groups' scales
     has_zero_points: bool
 
 
@@ -42,14 +42,14 @@ class QuantizedWeight:
     """A weight [N, K]: number = value * scale - zero point."""
 
     shape: tuple[int, int]
-    encoding: str  # as in `WeightLayout`
+    encoding: str  # see `WeightLayout`
     values: torch.Tensor  # [N, K] float8_e4m3fn or int8; uint8 [N, K / 2] from `pack_planes`
     scales: torch.Tensor  # float32 [groups, at least N / scale_rows], or [1, N] for whole rows
-    zero_points: torch.Tensor | None = None  # like scales, and multiplied by them
+    zero_points: torch.Tensor | None = None  # shaped like scales, and multiplied by them
     group_size: int = 0  # columns that share a scale: 16, 32, 64 or 128; 0 for all
     scale_rows: int = 1  # rows that share a scale
     table: tuple[float, ...] = ()
-    word_order: bool = False  # bits of values are in the order of `in_word_order`
+    word_order: bool = False  # value bits are in the order of `in_word_order`
 
     @property
     def plane(self) -> int:
@@ -91,7 +91,7 @@ def plane_of(group_size: int) -> int:
 
 def quantized_weight(
     encoding: str,
-    values: torch.Tensor,  # as in `QuantizedWeight`
+    values: torch.Tensor,  # see `QuantizedWeight`
     scales: torch.Tensor,  # float32 [ceil(N / scale_rows), ceil(K / group_size) or 1]
     zero_points: torch.Tensor | None = None,
     *,
@@ -102,7 +102,7 @@ def quantized_weight(
     """The weight with scales and zero points transposed and padded, as kernels read them."""
     num_rows, size_in = len(values), values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
     shared = [scales] if zero_points is None else [scales, zero_points]
-    # Zero points multiply the sums of x over a group, so a weight with zero points always has groups.
+    # Zero points multiply x's sums over a group, so a weight with zero points always has groups.
     if group_size > MAX_GROUP or (zero_points is not None and not group_size):
         num_groups = -(-size_in // MAX_GROUP)
         repeats = group_size // MAX_GROUP or num_groups

@@ -14,7 +14,7 @@ from runtime.kernels.triton_language import constexpr, jit, tl
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-# Instructions over four bytes, element by element; $n are pairs of bfloat16. A multiprocessor does half as many integer
+# Instructions over four bytes, element by element; $n are bfloat16 pairs. A multiprocessor does half as many integer
 # operations a cycle as others, so this code saves integer operations. A value becomes the low bits of a number with a
 # fixed exponent (0x4300 is 128), in one operation for two values. A subtraction on the other units removes the 128.
 _FP8 = """{
@@ -55,7 +55,7 @@ lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
 }"""
-# Sign, exponent and mantissa move to their places in bfloat16; a factor of 2 ** 126 adjusts the exponent's bias.
+# Sign, exponent and mantissa move to their places in bfloat16; the factor 2 ** 126 adjusts the exponent's bias.
 _E2M1 = """{
 .reg .b32 a, b, c, m;
 mov.b32 m, 0x7E807E80;
@@ -72,7 +72,7 @@ mul.rn.bf16x2 ${out}, ${out}, m;"""
 
 
 def _table_instructions(table: tuple[float, ...]) -> str:
-    """Table lookups by byte permutations: low and high bytes of entries 0 to 7 and 8 to 15, then a choice of half."""
+    """Table lookups by byte permutations: low and high bytes for entries 0 to 7 and 8 to 15, then one half."""
     bits = torch.tensor(table).bfloat16().view(torch.int16).tolist()
     low, high = ([value >> shift & 255 for value in bits] for shift in (0, 8))
 

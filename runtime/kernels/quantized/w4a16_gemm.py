@@ -1,8 +1,8 @@
-"""Tiled products of several rows with 4-bit weights and 16-bit activations, for Hopper and later.
+"""Tiled products for several rows with 4-bit weights and 16-bit activations, for Hopper and later.
 
-The copy engine (TMA) loads tiles of values and of rows. Values are upcast and scaled to bfloat16 in registers, and go
-from there to the matrix units. Weight rows are the rows of the matrix instruction. A scale is rounded to bfloat16, and
-so is a scaled number, as in a dense copy of the weight. The torch twin is `wna16_gemm_torch`.
+The copy engine (TMA) loads value tiles and row tiles. Values are upcast and scaled to bfloat16 in registers, and move
+from there to the matrix units. Weight rows are the matrix instruction's rows. A scale is rounded to bfloat16, and
+so is a scaled value, as in a dense copy of the weight. The torch twin is `wna16_gemm_torch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.kernels.quantized.upcast import upcast_nibbles
 from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
 
 FEWEST_W4A16_ROWS = 9  # fewer rows use the kernels for few rows, which include the norm
-MAX_W4A16_ROWS = 256  # above, a dense copy of the weight costs less time
+MAX_W4A16_ROWS = 256  # a dense copy of the weight costs less time
 _SCALE = constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _SCALE_AND_ADD = constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 # These first subtract exactly what `upcast_nibbles` adds to integers.
@@ -41,7 +41,7 @@ _THREE_INPUTS = constexpr("=r,r,r,r")
 
 @jit
 def _scaled(numbers, scales, zero_points, at, LAYOUT: tl.constexpr):
-    """Upcast numbers of one group of columns [BLOCK_N, columns] times their scales, minus their zero points."""
+    """One column group's upcast values [BLOCK_N, columns] times their scales, minus their zero points."""
     scale = tl.broadcast_to(tl.load(scales + at).to(numbers.dtype)[:, None], numbers.shape)
     if LAYOUT.asm is None:
         OFFSET: tl.constexpr = 136 if LAYOUT.encoding == "int4" else 128 if LAYOUT.encoding == "uint4" else 0
@@ -64,12 +64,12 @@ def _scaled(numbers, scales, zero_points, at, LAYOUT: tl.constexpr):
 
 @jit(do_not_specialize=["num_rows"])
 def _w4a16_gemm_kernel(
-    xs,  # descriptor of x [num_rows, K] with blocks [BLOCK_M, LAYOUT.plane]
-    weights,  # descriptor of the weight's values [N, K / 2] with blocks [BLOCK_N, LAYOUT.plane]
+    xs,  # descriptor: x [num_rows, K] with blocks [BLOCK_M, LAYOUT.plane]
+    weights,  # descriptor: the weight's values [N, K / 2] with blocks [BLOCK_N, LAYOUT.plane]
     scales_ptr,  # [groups, scale_stride]
-    zero_points_ptr,  # like scales
+    zero_points_ptr,  # shaped like scales
     bias_ptr,  # [N], read if BIAS
-    outs,  # descriptor of [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
+    outs,  # descriptor: [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
     sums_ptr,  # [tiles, SPLIT, BLOCK_M * BLOCK_N] fp32, used if SPLIT > 1
     counters_ptr,  # [tiles] int32 zeros, used if SPLIT > 1
     num_rows,
@@ -77,7 +77,7 @@ def _w4a16_gemm_kernel(
     K,
     LAYOUT: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # out is added to
+    RESIDUAL: tl.constexpr,  # adds to out
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,5 +156,5 @@ def w4a16_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
 def has_w4a16_gemm(weight: QuantizedWeight) -> bool:
     """True if this kernel takes the weight on its device."""
     size_out, size_in = weight.shape
-    is_aligned = size_in % (2 * weight.plane or 1) == 0 and size_out % 8 == 0  # the copy engine reads rows of 16 bytes
+    is_aligned = size_in % (2 * weight.plane or 1) == 0 and size_out % 8 == 0  # the copy engine reads 16-byte rows
     return weight.plane > 0 and weight.group_size >= 32 and is_aligned and tiles.multiplies_fp8(weight.values.device)

@@ -21,7 +21,7 @@ def _quantize_fp8_weight_kernel(
     stride,
     K,
     SMALLEST: tl.constexpr,  # scale
-    GREATEST: tl.constexpr,  # candidates for the value of the greatest magnitude
+    GREATEST: tl.constexpr,  # candidates for the greatest magnitude's value
     BLOCK: tl.constexpr,
 ):
     """Program i: row i. Errors are summed in float64, so that every device chooses the same scale."""
@@ -47,10 +47,10 @@ def quantize_fp8_weight_triton(
     greatest: tuple[float, ...],
     smallest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 values [num_rows, K] and scales [num_rows, 1] with the least squared error of each row.
+    """fp8 values [num_rows, K] and scales [num_rows, 1] with each row's least squared error.
 
-    The candidate scales map the row's greatest magnitude to one of the values `greatest`; they are at least `smallest`.
-    The twin is `Float8.encode` of runtime/quant/encodings.py."""
+    The candidate scales map the row's greatest magnitude to one value in `greatest`; they are at least `smallest`.
+    The twin is `Float8.encode` (runtime/quant/encodings.py)."""
     num_rows, size = dense.shape
     values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=dense.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=dense.device)

@@ -1,7 +1,7 @@
-"""Products of any number of rows with quantized weights (4 or 8 bits) and 16-bit activations, upcast in registers.
+"""Products for any number of rows with quantized weights (4 or 8 bits) and 16-bit activations, upcast in registers.
 
 Serving uses it from 17 rows up to 64 where no faster kernel takes the weight. Deterministic mode uses it for every
-number of rows. Weight rows are the rows of the matrix instruction, and chunks follow `wna16_sum_order`: with
+number of rows. Weight rows are the matrix instruction's rows, and chunks follow `wna16_sum_order`: with
 `fixed_order` a row has the bits that `wna16_skinny_gemm` gives it. Where too few programs would read the weight, chunks
 are computed side by side, and the last program adds them.
 """
@@ -19,7 +19,7 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequanti
 from runtime.kernels.quantized.wna16_step import add_step, load_scales, load_values, load_x, step_columns
 from runtime.kernels.triton_language import jit, tl, use_pdl
 
-MAX_TILE_ROWS = 64  # above, a dense copy of the weight costs less time than tiles that upcast it
+MAX_TILE_ROWS = 64  # a dense copy of the weight costs less time than tiles that upcast it
 
 
 def wna16_gemm_torch(

@@ -1,18 +1,19 @@
-"""Products of one row with quantized weights (8 bits, or 4-bit integers), without matrix units.
+"""Products for one row with quantized weights (8 bits, or 4-bit integers), without matrix units.
 
-A program has several blocks of a few whole weight rows. It requests its first block before it waits for the previous
-kernel, and each next block before it multiplies the current one. x is converted once, to numbers that multiply
-quantized values without an upcast. A thread has 16 neighbouring bytes of each row, or a multiple of that:
+A program has several blocks with a few whole weight rows each. It requests its first block before it waits for the
+previous kernel, and each next block before it multiplies the current one. x is converted once, to numbers that multiply
+quantized values without an upcast. A thread has 16 neighbouring bytes in each row, or a multiple:
 
 - **Integers** are multiplied as integers, four in an instruction (dp4a). x becomes int16 with a scale for each 16
-  columns, split into two int8 limbs. The products of 16 values with a limb are summed exactly. x keeps 15 bits of the
-  largest of 16 neighbours, where bfloat16 has 8. High nibbles stay in their place in the byte, as values times 16.
-- **e4m3** is multiplied as float16, two in an instruction. x is scaled so that the largest of 16 neighbours is 1. Two
-  sums of eight products are added in float16, and then in float32. The error is 0.04 % of a result; rounding a result
+  columns, split into two int8 limbs. The products of 16 values with a limb are summed exactly. x keeps 15 bits for the
+  largest among 16 neighbours, where bfloat16 has 8. High nibbles stay in their place in the byte, as values times 16.
+- **e4m3** is multiplied as float16, two in an instruction. x is scaled so that the largest among 16 neighbours is 1.
+Two
+  eight-product sums are added in float16, and then in float32. The error is 0.04 % of a result; rounding a result
   to bfloat16 costs 0.11 %.
 
-All other sums are in float32. Inline instructions take four words of a thread, which must be neighbours in a row: x is
-loaded and joined so that each thread has such words, and values get the register layout of x.
+All other sums are in float32. Inline instructions take four words per thread, which must be neighbours in a row. So x
+is loaded and joined so that each thread has such words, and values get x's register layout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from runtime.kernels.magnitudes import larger
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 GEMV_ENCODINGS = ("fp8", "int8", "int4", "uint4")
-_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the low bits of the sum
+_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the sum's low bits
 _LIMBS = constexpr("""{
 .reg .b32 a, b;
 prmt.b32 a, $2, $3, 0x5140;
@@ -30,7 +31,7 @@ prmt.b32 b, $4, $5, 0x5140;
 prmt.b32 $0, a, b, 0x7632;
 prmt.b32 $1, a, b, 0x5410;
 }""")
-# Inputs: four words each of values, high limbs, low limbs and a start. Outputs: the sum, and three zeros. High limbs
+# Inputs: four words each for values, high limbs and low limbs; and a start. Outputs: the sum, three zeros. High limbs
 # are signed, low limbs are unsigned, values are either.
 _DOTS = constexpr(
     tuple(
@@ -66,17 +67,17 @@ PLAIN = constexpr(INTERPRETED)
 
 @jit
 def _first_column(piece, LAYOUT: tl.constexpr):
-    """The first column of 16 bytes of a row; with planes, of their low nibbles."""
+    """The first column in 16 bytes of a row; with planes, the low nibbles' first column."""
     PIECES: tl.constexpr = LAYOUT.plane // 16
     return piece // PIECES * (2 * LAYOUT.plane) + piece % PIECES * 16 if LAYOUT.plane else piece * 16
 
 
 @jit
 def _load_x(x_ptr, shift, K: tl.constexpr, LAYOUT: tl.constexpr, WORDS: tl.constexpr):
-    """The columns of x for the four bytes of each word of a row: four tensors [1, WORDS] in fp32.
+    """x's columns for the four bytes of each word in a row: four tensors [1, WORDS] in fp32.
 
     `shift` is 0 for low nibbles and the plane for high ones."""
-    if x_ptr.dtype.element_ty == tl.bfloat16:  # 8 bytes a word: a load of half the words gives a thread 16 bytes
+    if x_ptr.dtype.element_ty == tl.bfloat16:  # 8 bytes a word: loading half the words gives a thread 16 bytes
         half = tl.arange(0, WORDS // 2)[None, :]
         at = (_first_column(half // 2, LAYOUT) + shift) // 4 + half % 2
         xs = x_ptr.to(tl.pointer_type(tl.int64)) + at
@@ -104,7 +105,7 @@ def _columns(
     x_ptr, norm_ptr, shift, MOST: tl.constexpr, K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """x times the norm's weights, scaled so that the largest of 16 is MOST; its scales; and the sum of x's squares.
+    """x times the norm's weights, scaled so that the largest of 16 is MOST; its scales; and x's square sum.
 
     x is four tensors [1, WORDS] as in `_load_x`, scales are [1, WORDS / 4]."""
     x0, x1, x2, x3 = _load_x(x_ptr, shift, K, LAYOUT, WORDS)
@@ -182,10 +183,10 @@ def _factors(
     x_ptr, norm_ptr, shift,
     FACTOR: tl.constexpr, K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """x as factors of quantized values that are FACTOR times themselves.
+    """x as factors for quantized values that are FACTOR times themselves.
 
-    Returns two words for four columns [1, WORDS]; the start and the scale of sums of products; with zero points the
-    sums of x; and the sum of its squares."""
+    Returns two words for four columns [1, WORDS]; start and scale for product sums; with zero points x's
+    sums; and its square sum."""
     x0, x1, x2, x3, unit, squares = _columns(
         x_ptr, norm_ptr, shift, 1.0 if LAYOUT.encoding == "fp8" else 32767.0, K, LAYOUT, NORM, WORDS
     )
@@ -229,7 +230,7 @@ def _load_block(
     values_ptr, scales_ptr, zero_points_ptr, block, N, wanted,
     K: tl.constexpr, LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The values of a block [BLOCK_N, WORDS], and the scales and zero points [BLOCK_N, WORDS / 4] of each 16 bytes.
+    """A block's values [BLOCK_N, WORDS], and the scales and zero points [BLOCK_N, WORDS / 4] for each 16 bytes.
 
     With planes, the low nibbles have the first scales and zero points, the high nibbles the second."""
     row_of = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)[:, None]
@@ -276,7 +277,7 @@ def wna16_gemv_kernel(
     WORDS: tl.constexpr,  # 4-byte words: a power of two, at least a row
     PDL: tl.constexpr,
 ):
-    """Program i: BLOCKS blocks from i * BLOCKS, each of BLOCK_N weight rows, with the one row of x."""
+    """Program i: BLOCKS blocks from i * BLOCKS, each with BLOCK_N weight rows, times x's one row."""
     block = tl.program_id(0) * BLOCKS
     w, scale, zero_point, high_scale, high_zero_point = _load_block(
         values_ptr, scales_ptr, zero_points_ptr, block, N, True, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS

@@ -1,6 +1,6 @@
-"""Products of up to 16 rows with quantized weights (4 or 8 bits) and 16-bit activations.
+"""Products for up to 16 rows with quantized weights (4 or 8 bits) and 16-bit activations.
 
-Reading and upcasting the weight takes the time of such a product. As in `linear/skinny_gemm.py`, a program has a few
+Reading and upcasting the weight takes most of the time. As in `linear/skinny_gemm.py`, a program has a few
 weight rows and the whole of K, and requests its first weights before it waits for the previous kernel. Chunks of K are
 summed in the order of `wna16_sum_order`. One row has a kernel without matrix units for encodings that can be multiplied
 without an upcast (`wna16_gemv.py`).
@@ -35,7 +35,7 @@ def wna16_skinny_gemm_torch(
     x: torch.Tensor,  # [num_rows, K]
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
-    **options: Any,  # of `skinny_gemm_torch`
+    **options: Any,  # `skinny_gemm_torch`'s
 ) -> torch.Tensor:
     """`skinny_gemm_torch` with the dequantized weight, rounded to x's dtype."""
     return skinny_gemm_torch(x, dequantize_torch(weight, x.dtype), bias, **options)
@@ -58,14 +58,14 @@ def _wna16_skinny_gemm_kernel(
     K: tl.constexpr,
     LAYOUT: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,  # for one row only
+    NORM: tl.constexpr,  # one row only
     ROW: tl.constexpr,  # power of two, at least K
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,  # 1, 2, 4 or 8
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a step in each chunk: `step_columns`
+    BLOCK_K: tl.constexpr,  # columns per step in each chunk: `step_columns`
     NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,  # steps, 1 or 2
@@ -77,7 +77,7 @@ def _wna16_skinny_gemm_kernel(
     tokens = tl.arange(0, NUM_TOKENS)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
     ROW_BYTES: tl.constexpr = K // 2 if LAYOUT.plane else K
-    WIDTH: tl.constexpr = LAYOUT.plane if LAYOUT.plane else BLOCK_K  # columns of a product
+    WIDTH: tl.constexpr = LAYOUT.plane if LAYOUT.plane else BLOCK_K  # columns per product
     PER_BYTE: tl.constexpr = 2 if LAYOUT.plane else 1
     if NUM_CHUNKS == 1:
         place = tl.arange(0, WIDTH)[None, :]
@@ -106,7 +106,7 @@ def _wna16_skinny_gemm_kernel(
     SECOND: tl.constexpr = CHUNK - 2 * BLOCK_K
     LAST: tl.constexpr = CHUNK - BLOCK_K
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
-    # The weights of the last steps come first, so that they and the loads of the loop do not wait for one another.
+    # The last steps' weights come first, so that they and the loop's loads do not wait for one another.
     last_w = load_values(values, place, LAST // PER_BYTE, ROW_BYTES, WHOLE)
     last_scales = load_scales(scales, zero_points, groups, LAST, K, LAYOUT, WHOLE)
     if AHEAD == 2:

@@ -1,8 +1,8 @@
-"""One step of a product with quantized weights and 16-bit activations: the kernels for few and for many rows share
+"""One step of a product with quantized weights and 16-bit activations: kernels for few and many rows share
 these device functions.
 
 A step loads quantized values, columns of x, scales and zero points, upcasts the values in registers and multiplies them
-on the matrix units. Weight rows are the rows of the matrix instruction. With groups, the sum of a group starts at zero
+on the matrix units. Weight rows are the matrix instruction's rows. With groups, a group's sum starts at zero
 and is scaled before it is added.
 """
 
@@ -14,7 +14,7 @@ from runtime.kernels.triton_language import jit, tl
 
 
 def step_columns(weight: QuantizedWeight, block_k: int) -> int:
-    """Columns of a step: two planes of 4-bit values, a group, or `block_k`."""
+    """Columns per step: two planes of 4-bit values, a group, or `block_k`."""
     return 2 * weight.plane or weight.group_size or block_k
 
 
@@ -53,7 +53,7 @@ def _load_columns(xs, norms, cols, live, start, K: tl.constexpr, NORM: tl.conste
 
 @jit
 def load_scales(scales, zero_points, groups, start, K: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.constexpr):
-    """Four pairs of scale and zero point: low plane, high plane, second group of the low plane and of the high plane.
+    """Four pairs (scale, zero point): low plane, high plane, the low plane's second group, the high plane's.
 
     Pairs repeat where a step has fewer groups."""
     scale, zero_point = 1.0, 0.0
@@ -92,7 +92,7 @@ def _load_group(shared, groups, group, K: tl.constexpr, LAYOUT: tl.constexpr, WH
 def add_step(w, x, scales, acc, LAYOUT: tl.constexpr, NUM_CHUNKS: tl.constexpr):
     """acc plus the product of a step: values from `load_values`, x from `load_x`, scales from `load_scales`."""
     if 2 * LAYOUT.group_size == LAYOUT.plane and LAYOUT.group_size:
-        # Two groups a plane: multiply each group's columns of x, with zeros in place of the other group's.
+        # Two groups a plane: multiply each group's x columns, with zeros in place of the other group's.
         low, high = upcast_nibbles(w, LAYOUT, x[0].dtype)
         low_x, second_x = _halves(x[0], NUM_CHUNKS)
         high_x, last_x = _halves(x[1], NUM_CHUNKS)
@@ -100,9 +100,7 @@ def add_step(w, x, scales, acc, LAYOUT: tl.constexpr, NUM_CHUNKS: tl.constexpr):
         acc = _add_plane(low, second_x, scales[4], scales[5], acc, LAYOUT, NUM_CHUNKS)
         acc = _add_plane(high, high_x, scales[2], scales[3], acc, LAYOUT, NUM_CHUNKS)
         acc = _add_plane(high, last_x, scales[6], scales[7], acc, LAYOUT, NUM_CHUNKS)
-    elif (
-        LAYOUT.plane
-    ):  # also planes of one group are scaled one by one: two short sums take less time than one long sum
+    elif LAYOUT.plane:  # one group's planes are also scaled one by one: two short sums take less time than one long sum
         low, high = upcast_nibbles(w, LAYOUT, x[0].dtype)
         acc = _add_plane(low, x[0], scales[0], scales[1], acc, LAYOUT, NUM_CHUNKS)
         acc = _add_plane(high, x[1], scales[2], scales[3], acc, LAYOUT, NUM_CHUNKS)
@@ -124,10 +122,10 @@ def _halves(x, NUM_CHUNKS: tl.constexpr):
 
 @jit
 def _add_plane(w, x, scale, zero_point, acc, LAYOUT: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """acc plus the product of upcast columns; with groups, of one group.
+    """acc plus the product of upcast columns; one group's product with groups.
 
-    Upcast 4-bit integers are too large by an offset. The sum therefore starts with the negative offset times the sum of
-    x, which zero points multiply, too."""
+    Upcast 4-bit integers are too large by an offset. The sum therefore starts with the negative offset times x's
+    sum, which zero points multiply, too."""
     OFFSET: tl.constexpr = LAYOUT.encoding == "int4" or LAYOUT.encoding == "uint4"
     part = tl.zeros_like(acc) if LAYOUT.group_size else acc
     if OFFSET or LAYOUT.has_zero_points:

@@ -1,7 +1,7 @@
-"""Another order of the bits of 4-bit values, for which an upcast takes about half of the instructions.
+"""Another bit order for 4-bit values, for which an upcast takes about half the instructions.
 
-Four bytes are a word of eight values. Each of four operations moves the bits of two values to their places in a pair of
-bfloat16. Mixtures use this order on a GPU; under the interpreter, bytes keep their order.
+Four bytes are a word with eight values. Each of four operations moves two values' bits to their places in a bfloat16
+pair. Mixtures use this order on a GPU; under the interpreter, bytes keep their order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 _PAIR_BITS = {"e2m1": (6, 7, 8, 15), "int": (0, 1, 2, 3)}  # places of a value's bits in bfloat16, from the lowest on
 
-# For each pair of values, the rotation of a word to the left for each of these bits.
+# For each value pair, a word's left rotation for each of these bits.
 _ROTATIONS = {
     "e2m1": ((0, 0, 0, 0), (12, 12, 12, 12), (6, 6, 6, 6), (2, 10, 10, 10)),
     "int": ((0,) * 4, (28,) * 4, (24,) * 4, (20,) * 4),
 }
 
-# $4 is a word; $0 to $3 are columns 0 and 1, 2 and 3 of the low nibbles, then of the high ones. Numbers are smaller by
-# 2 ** -126 (e2m1), or are the bits of an integer: smaller by 2 ** -133, which bfloat16 still holds exactly.
+# $4 is a word; $0 to $3 are columns 0 and 1, 2 and 3 in the low nibbles, then in the high ones. Values are smaller by
+# 2 ** -126 (e2m1), or are an integer's bits: smaller by 2 ** -133, which bfloat16 still holds exactly.
 _RAW_E2M1 = """.reg .b32 t, u;
 and.b32 $0, $4, 0x81C081C0;
 shf.l.wrap.b32 t, $4, $4, 12;
@@ -78,7 +78,7 @@ def _moves(kind: str) -> dict[int, int]:
     masks: dict[int, int] = {}
     for pair, rotations in enumerate(_ROTATIONS[kind]):
         for half in (0, 1):
-            first = 8 * (2 * (pair % 2) + half) + 4 * (pair // 2)  # the lowest bit of the value in the bytes
+            first = 8 * (2 * (pair % 2) + half) + 4 * (pair // 2)  # the value's lowest bit in the bytes
             for bit, (place, rotation) in enumerate(zip(_PAIR_BITS[kind], rotations, strict=True)):
                 target = (place + 16 * half - rotation) % 32
                 distance = target - first - bit

@@ -1,4 +1,4 @@
-"""Token automata on a device: a state for each slot gives the masks of its output, and advances by sampled tokens.
+"""Token automata on a device: each slot's state gives its output's masks, and advances by sampled tokens.
 
 All automata share one int32 pool. A slot's place has the offsets of its automaton, which has S states:
 
@@ -14,12 +14,12 @@ import torch
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-# Columns of a place, int32: the offsets of the three parts in the pool, and the number of classes.
+# Columns in a place, int32: the three parts' offsets in the pool, and the number of classes.
 MASKS, CLASSES, NEXT, NUM_CLASSES = range(4)
-# Columns of a row of a step, int32: its slot, its first sample in the step and in the logits, and its guesses.
+# Columns in a step's row, int32: its slot, its first sample in the step and in the logits, and its guesses.
 SLOT, FIRST, AT, NUM_GUESSES, GUESSES = range(5)
 
-_TILE = 2048  # tokens of a program
+_TILE = 2048  # tokens per program
 
 
 def _next_torch(state: int, token: int, place: list[int], pool: torch.Tensor) -> int:
@@ -36,7 +36,7 @@ def mask_states_torch(
     states: torch.Tensor,  # [num_slots] int32
     pool: torch.Tensor,  # int32
 ) -> None:
-    """Mask one row of the logits for a row's state, and one for the state after each of its guesses."""
+    """Mask one logits row for a row's state, and one for the state after each of its guesses."""
     num_words = -(-logits.shape[1] // 32)
     for slot, _, at, num_guesses, *guesses in rows.tolist():
         state, place = int(states[slot]), places[slot].tolist()
@@ -50,7 +50,7 @@ def mask_states_torch(
 
 
 def advance_states_torch(
-    token_ids: torch.Tensor,  # [num_samples] int32, of the step
+    token_ids: torch.Tensor,  # [num_samples] int32, the step's
     rows: torch.Tensor,
     places: torch.Tensor,
     states: torch.Tensor,  # changed in place
@@ -97,7 +97,7 @@ def _mask_states_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j, k): tile i of the logits after the k-th guess of row j."""
+    """Program (i, j, k): logits tile i after row j's k-th guess."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

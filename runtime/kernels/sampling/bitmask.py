@@ -8,13 +8,13 @@ import torch
 
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-_TILE = 2048  # tokens of a program
+_TILE = 2048  # tokens per program
 
 
 def apply_bitmask_torch(
     logits: torch.Tensor,  # [m, vocab] float32, changed in place: -inf where a token is not allowed
-    rows: torch.Tensor,  # [n] int32, different rows of the logits
-    words: torch.Tensor,  # [n, ceil(vocab / 32)] int32; bit i % 32 of word i // 32 allows token i
+    rows: torch.Tensor,  # [n] int32, different logits rows
+    words: torch.Tensor,  # [n, ceil(vocab / 32)] int32; bit i % 32 in word i // 32 allows token i
 ) -> None:
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = ((words[:, :, None] >> bits) & 1).bool().view(len(words), -1)[:, : logits.shape[1]]

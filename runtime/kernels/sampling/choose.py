@@ -3,18 +3,18 @@
 `top_k_top_p.py` defines the surviving tokens. The kernel computes only what the answer depends on:
 
 - **Top-p and min-p.** The candidate is the token with the best score. It survives if less than `top_p` of the
-  probability lies above its logit. One sum over the tiles with such tokens decides that, unless the known mass of these
-  tiles suffices. If the candidate does not survive, neither does any token of its logit or below, and the best score
+  probability lies above its logit. One sum over the tiles with such tokens decides that, unless these tiles' known mass
+  suffices. If the candidate does not survive, neither does any token with at most its logit. The best score
   among the others is the next candidate. This is the rejection sampling of FlashInfer (arXiv 2501.01005) without
   chance, because noise is a function of position and token id.
 - **Levels.** The same pass sums the mass above a few levels over the candidate. These sums exclude more tokens, or
-  prove that others survive, so the next candidate rarely needs a pass. It is again the best of the tiles' best scores,
-  and only tiles that lost their best token are scored again.
-- **Top-k.** Take the best logit of each group of 128 tokens. At least k tokens reach the k-th best of these logits. The
+  prove that others survive, so the next candidate rarely needs a pass. It is again the best among the tiles' best
+  scores, and only tiles that lost their best token are scored again.
+- **Top-k.** Take the best logit in each group of 128 tokens. At least k tokens reach the k-th best of these logits. The
   kernel gathers the tokens that reach it and compares them with each other. If they are too many, it finds the k-th
   best logit four bits at a time, and continues as above.
 
-The programs of a row share its tiles, wait for each other between phases, and draw the same conclusions from shared
+A row's programs share its tiles, wait for each other between phases, and draw the same conclusions from shared
 results. Sums of probabilities always cover whole tiles in one order. A row's answer therefore depends neither on other
 rows nor on the number of programs.
 """
@@ -58,9 +58,9 @@ def _digit(counts, wanted):
 
 @jit
 def _top_k_floor(groups_ptr, num_groups, top_k, GROUPS: tl.constexpr):
-    """A key that at least top_k of the groups' keys reach, exact in its upper half, and above the key of -inf.
+    """A key that at least top_k group keys reach, exact in its upper half, and above -inf's key.
 
-    If fewer keys are above that of -inf, all of these reach it."""
+    If fewer keys are above -inf's, they all reach it."""
     at = tl.arange(0, GROUPS)
     keys = tl.load(groups_ptr + at, mask=at < num_groups, other=-2147483648)
     floor = tl.full([], -2147483648, tl.int32)
@@ -72,7 +72,7 @@ def _top_k_floor(groups_ptr, num_groups, top_k, GROUPS: tl.constexpr):
 
 @jit
 def _kth_bits(counters_ptr, top_k, num_digits):
-    """The upper 4 * num_digits bits of the k-th best key, from the counts at the levels of each digit."""
+    """The upper 4 * num_digits bits of the k-th best key, from the counts at each digit's levels."""
     threshold = tl.full([], -2147483648, tl.int32)
     for i in range(num_digits):
         counts = tl.load(counters_ptr + 2 + 16 * i + tl.arange(0, 16), cache_modifier=".cg")
@@ -82,7 +82,7 @@ def _kth_bits(counters_ptr, top_k, num_digits):
 
 @jit
 def _fixed_point(mass):
-    """mass in units of 2^-40: integer sums do not depend on the order of gathered tokens."""
+    """mass in units of 2^-40: integer sums do not depend on the gathered tokens' order."""
     return (mass * 1099511627776.0).to(tl.int64)
 
 
@@ -125,7 +125,7 @@ def _best_scored(logits, ids, reach, temperature, position, low, high):
 
 
 LEVELS = 4
-NUM_COUNTERS = 2 + 8 * 16  # arrivals at barriers; gathered tokens; tokens that reach each level of each digit
+NUM_COUNTERS = 2 + 8 * 16  # arrivals at barriers; gathered tokens; tokens that reach each digit's levels
 
 
 @jit
@@ -168,7 +168,7 @@ def _load_span(logits_ptr, span, vocab, SPAN: tl.constexpr, TILE: tl.constexpr):
 
 @jit
 def _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN: tl.constexpr, TILE: tl.constexpr):
-    """Count the tokens in this program's tiles that reach each level of a digit of the k-th best key."""
+    """Count the tokens in this program's tiles that reach each level of a digit in the k-th best key."""
     kth = _kth_bits(counters_ptr, top_k, digit)
     for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
         _, ids, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
@@ -184,7 +184,7 @@ def _mass_of_kept(
     logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
     SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of the tokens that reach the k-th best key, for each of this program's tiles."""
+    """The mass of tokens that reach the k-th best key, for each of this program's tiles."""
     for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
         tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
         mass = tl.sum(tl.where(key_of(logits) >= kth, mass_of(logits, best, temperature), 0.0), axis=1)
@@ -212,18 +212,18 @@ def _mass_above_in_tiles(
     """The mass above each level in each of this program's tiles; reads two tiles at once, or skips both."""
     tiles, no_levels = tl.arange(0, tops.shape[0]), tl.arange(0, 2 * LEVELS)
     for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
-        of_pair = above_ptr + pair * (2 * LEVELS)
+        pair_masses = above_ptr + pair * (2 * LEVELS)
         if tl.max(tl.where(tiles // 2 == pair, tops, -float("inf")), axis=0) > candidate:
             ids = pair * (2 * TILE) + tl.arange(0, TILE)
             first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
             second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
-            _mass_above_in_tile(first, candidate, lowest_surviving, best, temperature, of_pair, True, LEVELS)
+            _mass_above_in_tile(first, candidate, lowest_surviving, best, temperature, pair_masses, True, LEVELS)
             inside = 2 * pair + 1 < num_tiles
             _mass_above_in_tile(
-                second, candidate, lowest_surviving, best, temperature, of_pair + LEVELS, inside, LEVELS
+                second, candidate, lowest_surviving, best, temperature, pair_masses + LEVELS, inside, LEVELS
             )
         else:
-            tl.store(of_pair + no_levels, 0, mask=2 * pair + no_levels // LEVELS < num_tiles)
+            tl.store(pair_masses + no_levels, 0, mask=2 * pair + no_levels // LEVELS < num_tiles)
 
 
 @jit
@@ -245,19 +245,19 @@ def _rescore_tiles(
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def choose_kernel(
-    logits_ptr,  # [n, vocab], or with INDEXED of a whole step; rows logits_stride apart
+    logits_ptr,  # [n, vocab], or a whole step's with INDEXED; rows logits_stride apart
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     rows_ptr,  # [n]; not read without RESAMPLE
     keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scores; overwritten
-    # Workspace in rows work_stride apart. The kernel of scores has written the first three and cleared the counters.
+    # Workspace in rows work_stride apart. The score kernel has written the first three and cleared the counters.
     tops_ptr,  # [n, num_tiles] int32: the tiles' best logits, as bits
     masses_ptr,  # [n, num_tiles] int32: the tiles' masses, as bits, in units of their best token's
     groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of the groups' best logits
     counters_ptr,  # [n, NUM_COUNTERS] int32, 0
     above_ptr,  # [n, num_tiles, LEVELS] int32: the mass above each level, as bits
-    kept_ptr,  # [n, 2, FEW] int32: keys and ids of the tokens that reach the floor of top-k
+    kept_ptr,  # [n, 2, FEW] int32: keys and ids of tokens that reach top-k's floor
     token_ids_ptr,  # [num_rows] int32; with SPLIT keys, [n] int64
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     vocab,
@@ -287,7 +287,7 @@ def choose_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
-    if PDL:  # the head of the step wrote rows and parameters
+    if PDL:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (part == 0) | filtered:
@@ -306,15 +306,15 @@ def choose_kernel(
             low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
             candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
             tiles = tl.arange(0, TILES)
-            inside, of_row = tiles < num_tiles, row * work_stride + tiles
-            tops = tl.load(tops_ptr + of_row, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
-            masses = tl.load(masses_ptr + of_row, mask=inside, other=0).to(tl.float32, bitcast=True)
+            inside, row_tiles = tiles < num_tiles, row * work_stride + tiles
+            tops = tl.load(tops_ptr + row_tiles, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
+            masses = tl.load(masses_ptr + row_tiles, mask=inside, other=0).to(tl.float32, bitcast=True)
             best = tl.max(tops, axis=0)
             masses *= mass_of(tops, best, temperature)
             wanted = tl.sum(masses, axis=0) * top_p
             lowest_surviving = tl.where(
                 top_p < 1.0, best, -float("inf")
-            )  # tokens of this logit and above survive top-p
+            )  # tokens with this logit and above survive top-p
             floor = tl.full([], -2147483648, tl.int32)  # tokens below this key do not survive
             if min_p > 0.0:
                 floor = tl.minimum(key_of(best + temperature * tl.log(min_p)), key_of(best))

@@ -6,7 +6,7 @@
     noise  -log(-log1p(-u)): -log1p(-u) is an exponential variate, precise for small u, where the noise is largest
 
 Words are int32 with wrap-around products and masked shifts, so every backend gets the same integers. The finaliser is
-lowbias32 of the hash-prospector project. The second key word enters between its two rounds, so two rows never see
+lowbias32 from the hash-prospector project. The second key word enters between its two rounds, so two rows never see
 permutations of the same noise.
 """
 
@@ -17,8 +17,8 @@ import torch
 from runtime.kernels.triton_language import jit, tl
 
 _MUL_1 = 0x7FEB352D
-_MUL_2 = 0x846CA68B - (1 << 32)  # as int32
-_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: makes the two words of the key differ
+_MUL_2 = 0x846CA68B - (1 << 32)  # fits int32
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: makes the key's two words differ
 
 
 def _xor_shift(h: torch.Tensor, bits: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _keyed_hash(h: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
 
 def noise_keys(
     seeds: torch.Tensor,  # [n] int64
-    positions: torch.Tensor,  # [n] int32, of the sampled token, counted from the first of the sequence
+    positions: torch.Tensor,  # [n] int32, the sampled token's, counted from the sequence's first
 ) -> torch.Tensor:
     """[2, n] int32: the two words of each row's key."""
     low, high = _low_word(seeds), _low_word(seeds >> 32)

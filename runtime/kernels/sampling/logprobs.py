@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the best tokens, row by row, without a wait for the device."""
+"""Log-probabilities of chosen tokens and the best tokens, row by row, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ALIGNED = 4  # float32 numbers that a GPU loads at once
 
 
 def log_softmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """[m, vocab or a little more] log-probabilities of rows of float32 logits.
+    """Return log-probabilities [m, vocab or a little more] for float32 logits rows.
 
-    A GPU sums a row in an order that depends on the alignment of its first number. Rows of any vocabulary begin at a
+    A GPU sums a row in an order that depends on its first element's alignment. Rows with any vocabulary begin at a
     multiple of 16 bytes here, so a row's bits do not depend on its place. Columns that fill up a row have -inf."""
     if logits.is_cuda and (missing := -logits.shape[-1] % _ALIGNED):
         logits = F.pad(logits, (0, missing), value=-math.inf)

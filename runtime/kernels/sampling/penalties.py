@@ -12,7 +12,7 @@ from runtime.kernels.sampling.sample import FREQUENCY, PENALISED_FROM, PRESENCE,
 from runtime.kernels.sampling.token_keys import is_penalised, load_float
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-NUM_TABLES = 64  # tables of counts, each of the size of a vocabulary; more rows take turns
+NUM_TABLES = 64  # count tables, each with a vocabulary's size; more rows take turns
 _BLOCK = 2048  # tokens at once
 _COLUMNS = {
     "REPETITION": REPETITION, "FREQUENCY": FREQUENCY, "PRESENCE": PRESENCE,
@@ -23,7 +23,7 @@ _COLUMNS = {
 def penalise_torch(
     logits: torch.Tensor,  # [n, vocab] float32, changed in place
     slots: torch.Tensor,  # [n] int32
-    positions: torch.Tensor,  # [n] int32, of the token to be sampled
+    positions: torch.Tensor,  # [n] int32, positions to be sampled
     tokens: torch.Tensor,  # [num_slots, max_model_len] int32; ignored from the row's position on
     params: torch.Tensor,  # [num_slots, NUM_PARAMS] int32
     all_rows: bool,  # false for rows at or after PENALISED_FROM alone, if that is not 0
@@ -76,7 +76,7 @@ def _penalties_kernel(
         num_penalised += is_penalised(
             params, tl.load(positions_ptr + row), REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS
         ).to(tl.int32)
-    if PDL:  # the head of the step wrote rows and parameters
+    if PDL:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_penalised > 0:
@@ -86,7 +86,7 @@ def _penalties_kernel(
             params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
             position = tl.load(positions_ptr + row)
             if is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS):
-                of_row = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+                row_logits = logits_ptr + tl.cast(row, tl.int64) * logits_stride
                 repetition, prompt_len = load_float(params + REPETITION), tl.load(params + PROMPT_LEN)
                 frequency, presence = load_float(params + FREQUENCY), load_float(params + PRESENCE)
                 for start in range(0, position, BLOCK):
@@ -101,11 +101,11 @@ def _penalties_kernel(
                     ids = tl.load(known_ptr + at, mask=at < position, other=0)
                     taken = tl.atomic_xchg(table_ptr + ids, 0, mask=at < position, sem="relaxed")
                     mine = (at < position) & (taken != 0)
-                    logits = tl.load(of_row + ids, mask=mine, other=0.0)
+                    logits = tl.load(row_logits + ids, mask=mine, other=0.0)
                     counts = (taken & ((1 << 30) - 1)).to(tl.float32)
                     logits *= tl.where(logits > 0, tl.div_rn(1.0, repetition), repetition)
                     logits = logits - counts * frequency - tl.where(counts > 0, presence, 0.0)
-                    tl.store(of_row + ids, logits, mask=mine)
+                    tl.store(row_logits + ids, logits, mask=mine)
                 tl.debug_barrier()
 
 
@@ -114,7 +114,7 @@ def penalise_triton(
     slots: torch.Tensor,
     positions: torch.Tensor,
     tokens: torch.Tensor,
-    params: torch.Tensor,  # with the row stride of tokens
+    params: torch.Tensor,  # has the row stride of tokens
     all_rows: bool,
     tables: torch.Tensor,  # [NUM_TABLES, vocab] int32: 0, before and after
 ) -> None:

@@ -1,9 +1,9 @@
-"""One token for each row of logits, written into the state of its request.
+"""One token for each logits row, written into its request's state.
 
 Sampling is greedy, or Gumbel-max with noise by position (C4) among the tokens that survive top-k, top-p and min-p. The
-vocabulary is cut into tiles of a fixed size: one row fills the device, and a row's token depends on no other row. A
+vocabulary is cut into fixed-size tiles: one row fills the device, and a row's token depends on no other row. A
 tile's best score and its token id become one int64 key, which orders by score and then by lowest id. A row's token has
-the largest of its keys, unless a filter excludes it (`choose.py`). Where ranks have parts of the vocabulary, each rank
+its largest key, unless a filter excludes it (`choose.py`). Where ranks have parts of the vocabulary, each rank
 sends its largest key to the others. The noise has the integers of `gumbel.py`, bit for bit.
 """
 
@@ -24,7 +24,7 @@ from runtime.kernels.sampling.token_keys import FAILED, is_filtered, key_of, loa
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-# Columns of a slot's parameters, int32; floats as their bits.
+# Columns in a slot's parameters, int32; floats as their bits.
 _column_of = {name: column for column, name, _ in table_of(SamplingParams).columns}
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (_column_of[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 REPETITION, FREQUENCY, PRESENCE = (_column_of[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
@@ -32,11 +32,11 @@ SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
 PENALISED_FROM = 12  # first position at which the captured pass applies penalties; 0 for never
 NUM_PARAMS = 16
 
-_TILE = 2048  # tokens of a program
+_TILE = 2048  # tokens per program
 _SPAN = 2  # tiles filtered at once
-_GROUP = 128  # tokens of a group; the best ones of groups bound top-k
+_GROUP = 128  # tokens per group; the groups' best ones bound top-k
 _FEW = 512  # tokens gathered for top-k and compared with each other
-_PROGRAMS_PER_SM = 4  # of 128 threads with at most 128 registers each
+_PROGRAMS_PER_SM = 4  # programs have 128 threads with at most 128 registers each
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
     "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
@@ -47,9 +47,9 @@ _COLUMNS = {
 class Resample:
     """Rows of a step to sample once more, from logits that may be -inf. A row that had failed fails again."""
 
-    token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
+    token_ids: torch.Tensor  # [num_rows] int32, the whole step's, changed in place
     rows: torch.Tensor  # [n] int32, where in token_ids the rows are
-    gathered: bool  # true if the logits are of these rows alone, false if they are of the whole step
+    gathered: bool  # true if the logits have only these rows, false if they have the whole step's
 
 
 @dataclass(slots=True)
@@ -57,16 +57,16 @@ class OwnLogits:
     """A rank's part of the logits, which decides all rows that are not `wanted`."""
 
     logits: torch.Tensor  # [n, num_own] float32
-    first: int  # token id of the first column
-    wanted: torch.Tensor  # [n] int32: not 0 for rows that need the logits of all ranks
+    first: int  # the first column's token id
+    wanted: torch.Tensor  # [n] int32: not 0 for rows that need all ranks' logits
 
 
 def sample_tokens_torch(
-    logits: torch.Tensor,  # [n, vocab]; with an ungathered `resample` of all rows of the step
+    logits: torch.Tensor,  # [n, vocab]; all the step's rows with an ungathered `resample`
     slots: torch.Tensor,  # [n] int32
-    positions: torch.Tensor,  # [n] int32, of the token to be sampled
+    positions: torch.Tensor,  # [n] int32, positions to be sampled
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
-    params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, with the row stride of tokens
+    params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, has the row stride of tokens
     resample: Resample | None = None,
     filters: bool = True,  # false if all rows are without filters
 ) -> torch.Tensor:
@@ -100,14 +100,14 @@ def _best_of_tile_kernel(
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    rows_ptr,  # [n], rows of the logits; read with INDEXED
+    rows_ptr,  # [n], logits rows; read with INDEXED
     # Read with SPLIT:
-    own_ptr,  # [n, num_own] fp32: of the token ids from first_own on
+    own_ptr,  # [n, num_own] fp32: for token ids from first_own on
     wanted_ptr,  # [n] int32: 0 for rows that own_ptr decides
     keys_ptr,  # [n, num_tiles] int64
     # Written for filtered rows; rows are work_stride apart:
-    tops_ptr,  # [n, num_tiles] int32: the best logit of each tile, as bits
-    masses_ptr,  # [n, num_tiles] int32: the mass of each tile, as bits, in units of its best token's
+    tops_ptr,  # [n, num_tiles] int32: each tile's best logit, as bits
+    masses_ptr,  # [n, num_tiles] int32: each tile's mass, as bits, in units of its best token's
     groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of groups' best logits, set for rows with top-k
     counters_ptr,  # [n, NUM_COUNTERS] int32: 0
     vocab,
@@ -137,7 +137,7 @@ def _best_of_tile_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     temperature = load_float(params + TEMPERATURE)
-    if PDL:  # rows and their parameters are there since the head of the step
+    if PDL:  # rows and their parameters exist since the step's head
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     logits_row = row
@@ -218,8 +218,8 @@ def sample_tokens_triton(
 ) -> torch.Tensor:
     """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses.
 
-    With `own`, the answer is keys [n] int64. The largest of all ranks' go to `write_tokens_triton`, which answers what
-    `sample_tokens_torch` does of all logits."""
+    With `own`, the answer is keys [n] int64. The largest among all ranks' keys go to `write_tokens_triton`, which
+    answers as `sample_tokens_torch` does for all logits."""
     n, vocab, device = len(slots), logits.shape[1], logits.device
     if resample is None:
         answers, rows = torch.empty(n, dtype=torch.int32 if own is None else torch.int64, device=device), slots
@@ -233,13 +233,13 @@ def sample_tokens_triton(
     work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
     part = (own.logits, own.wanted) if own is not None else (logits, slots)
-    of_part = (own.first, own.logits.shape[1], own.logits.stride(0)) if own is not None else (0, 0, 0)
+    part_args = (own.first, own.logits.shape[1], own.logits.stride(0)) if own is not None else (0, 0, 0)
     pass_of = {"RESAMPLE": resample is not None, "SPLIT": own is not None}
     launch = pass_of | {"FAILED": FAILED, "PDL": pdl, "launch_pdl": pdl}
     indexed = resample is not None and not resample.gathered
     form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
     _best_of_tile_kernel[(num_tiles, n)](
-        logits, slots, positions, params, rows, *part, keys, *work[:4], vocab, *strides, *of_part,
+        logits, slots, positions, params, rows, *part, keys, *work[:4], vocab, *strides, *part_args,
         FILTERS=filters, NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
     )  # fmt: skip
     tiles = next_power_of_2(num_tiles)
@@ -258,7 +258,7 @@ def sample_tokens_triton(
 
 
 def write_tokens_triton(
-    keys: torch.Tensor,  # [n] int64, the largest of all ranks'
+    keys: torch.Tensor,  # [n] int64, all ranks' largest
     slots: torch.Tensor,
     positions: torch.Tensor,
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
@@ -276,7 +276,7 @@ def write_tokens_triton(
 
 @cache
 def _num_resident(device: torch.device) -> int:
-    """Programs of choose_kernel that certainly run at the same time; the programs of a row wait for each other."""
+    """choose_kernel's programs that certainly run at the same time; a row's programs wait for each other."""
     return 1 if INTERPRETED else _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -11,13 +11,13 @@ from runtime.kernels.triton_language import jit, tl
 
 # `drawn_keys_torch`, or a kernel for the same keys.
 DrawnKeys = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
-FAILED = (1 << 63) - 1  # the key of tokens with a logit that is not finite; larger than any other
+FAILED = (1 << 63) - 1  # key of tokens with a non-finite logit; larger than any other
 NONE = -FAILED  # the key without tokens; lower than any other
 
 
 def best_keys_torch(
-    scores: torch.Tensor,  # [n, m] float32, of tokens with neighbouring ids
-    first: int,  # token id of the first column
+    scores: torch.Tensor,  # [n, m] float32, for tokens with neighbouring ids
+    first: int,  # the first column's token id
 ) -> torch.Tensor:
     """[n] int64: the largest of each row's `packed` keys."""
     if not scores.shape[1]:
@@ -28,11 +28,11 @@ def best_keys_torch(
 
 
 def drawn_keys_torch(
-    logits: torch.Tensor,  # [n, m] float32, of tokens with neighbouring ids
+    logits: torch.Tensor,  # [n, m] float32, for tokens with neighbouring ids
     temperatures: torch.Tensor,  # [n] float32; 0 for greedy
     seeds: torch.Tensor,  # [n] int64
-    positions: torch.Tensor,  # [n] int32, of the tokens to be drawn
-    first: int,  # token id of the first column
+    positions: torch.Tensor,  # [n] int32, positions to be drawn
+    first: int,  # the first column's token id
     checked: bool,  # a row with a logit that is not finite fails
 ) -> torch.Tensor:
     """[n] int64: the best key of each row, with Gumbel noise by position where there is a temperature (C4)."""

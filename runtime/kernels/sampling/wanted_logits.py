@@ -1,4 +1,4 @@
-"""The rows of a captured step that need the logits of all ranks, because one key of each rank cannot decide them.
+"""A captured step's rows that need all ranks' logits, because each rank's one key cannot decide them.
 
 All ranks have the same parameters and positions, and therefore find the same rows."""
 
@@ -27,7 +27,7 @@ _COLUMNS = {
 
 def wanted_logits_torch(
     slots: torch.Tensor,  # [n] int32
-    positions: torch.Tensor,  # [n] int32, of the token to be sampled
+    positions: torch.Tensor,  # [n] int32, positions to be sampled
     params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32
 ) -> torch.Tensor:
     """[n] int32: 1 for rows with filters, or with penalties that the captured pass applies, else 0."""
@@ -59,7 +59,7 @@ def _wanted_logits_kernel(
     filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
     position = tl.load(positions_ptr + row)
     penalised = is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, False)
-    if PDL:  # the head of the step wrote rows and parameters
+    if PDL:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(wanted_ptr + row, (filtered | penalised).to(tl.int32))

@@ -1,6 +1,6 @@
-"""Causal depthwise convolutions over the tokens of a request, on a GPU.
+"""Causal depthwise convolutions over a request's tokens, on a GPU.
 
-A program takes a tile of a row's tokens and a block of channels. Earlier inputs come from the row's own tokens, and in
+A program takes a tile of a row's tokens and a channel block. Earlier inputs come from the row's own tokens, and in
 its first tile from the ring. A short row also writes the ring, because its tokens have other places in the ring than
 the inputs that it reads. Behind longer rows, a second kernel does.
 """
@@ -14,10 +14,10 @@ from runtime.kernels.attention.paged_attention import find_row, rows_searched
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_CHANNELS = 512  # of a program
+_CHANNELS = 512  # channels per program
 _TILE_TOKENS = 8
 _WARPS = 2
-_KEPT_CHANNELS = 256  # of a program that writes the ring
+_KEPT_CHANNELS = 256  # channels per program that writes the ring
 
 
 @jit
@@ -50,7 +50,7 @@ def _causal_conv_kernel(
     num_rows,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # as in `short_conv_torch`
+    GATED: tl.constexpr,  # see `short_conv_torch`
     WRITES: tl.constexpr,  # the inputs enter the ring; rows then have RING - WIDTH + 1 tokens at most
     RING: tl.constexpr,
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
@@ -180,7 +180,7 @@ def causal_conv_triton(
 
 
 def short_conv_triton(
-    gates_and_x: torch.Tensor,  # [num_tokens, 3 * channels]: gate of the input, gate of the output, x
+    gates_and_x: torch.Tensor,  # [num_tokens, 3 * channels]: input gate, output gate, x
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rows: StateRows,

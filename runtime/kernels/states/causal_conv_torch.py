@@ -1,6 +1,6 @@
-"""Causal depthwise convolutions over the tokens of a request: the torch twins.
+"""Causal depthwise convolutions over a request's tokens: the torch twins.
 
-Output t of channel c is the sum over w of weight[c, w] * x[t - width + 1 + w, c], with zeros before position 0."""
+Channel c's output t is the sum over w: weight[c, w] * x[t - width + 1 + w, c], with zeros before position 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def causal_conv_torch(
 
 
 def short_conv_torch(
-    gates_and_x: torch.Tensor,  # [num_tokens, 3 * channels]: gate of the input, gate of the output, x
+    gates_and_x: torch.Tensor,  # [num_tokens, 3 * channels]: input gate, output gate, x
     weight: torch.Tensor,  # [channels, width]
     bias: torch.Tensor | None,
     rows: StateRows,
@@ -46,7 +46,7 @@ def _convolved(
         begin, end = edges[row], edges[row + 1]
         before = torch.arange(start - width + 1, start, device=x.device)
         earlier = state.inputs[own, before % RING].masked_fill((before < 0)[:, None], 0)
-        known = torch.cat((earlier.to(x.dtype), x[begin:end]))  # from position start - width + 1 on
+        known = torch.cat((earlier.to(x.dtype), x[begin:end]))  # begins at position start - width + 1
         total = torch.zeros_like(out[begin:end]) if bias is None else bias.float().expand(end - begin, -1)
         for w, tap in enumerate(taps):
             total = total + known[w : w + end - begin].float() * tap

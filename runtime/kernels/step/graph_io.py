@@ -1,7 +1,7 @@
-"""Input and output of a decode step's graph, which reads and writes memory of the host.
+"""Input and output for a decode step's graph, which reads and writes host memory.
 
 Copies before and after a graph cost the host 0.15 ms a step, and the device two pauses. A graph's kernels always read
-the same addresses. The host therefore writes inputs into the entries of a ring, and graphs count entries on the device:
+the same addresses. The host therefore writes inputs into a ring's entries, and graphs count entries on the device:
 
     input   = [ repeats | num_writes | rows: 2 * (2 * size + num_samples) | the writes, as scatter_writes.py ]
     rows    = [ slots: size | tokens: size | slots of the samples: num_samples, and as many again that move on:
@@ -9,7 +9,7 @@ the same addresses. The host therefore writes inputs into the entries of a ring,
     output  = [ token ids of the first replay: num_samples | of the second, if there are repeats | ... ]
     control = [ entry of the next input | replays done of it | its repeats ]
 
-An input with `repeats` serves that many replays; the rows of each are one token further.
+An input with `repeats` serves that many replays; each replay's rows are one token further.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from runtime.kernels.step.scatter_writes import apply_writes, scatter_writes_torch
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
-HEAD = 2  # ints of an input before its rows
+HEAD = 2  # ints before an input's rows
 _BLOCK = 1024
 _NUM_PROGRAMS = 8
 
 
 def read_input_torch(
-    input_ring: torch.Tensor,  # [num_entries, entry_size] int32, memory of the host that the device reads
+    input_ring: torch.Tensor,  # [num_entries, entry_size] int32, host memory that the device reads
     control: torch.Tensor,  # [3] int32
-    rows: torch.Tensor,  # [n] int32, of the graph
+    rows: torch.Tensor,  # [n] int32, the graph's
     state: torch.Tensor,  # [size] int32, the requests' state as one line
 ) -> None:
     """Before the first replay of an input, copy its rows to `rows` and apply its writes to `state`."""
@@ -44,7 +44,7 @@ def write_output_torch(
     token_ids: torch.Tensor,  # [num_samples] int32
     control: torch.Tensor,  # [3] int32
     rows: torch.Tensor,  # [2 * (2 * size + num_samples)] int32
-    output_ring: torch.Tensor,  # [num_entries, output_size] int32, memory of the host that the device writes
+    output_ring: torch.Tensor,  # [num_entries, output_size] int32, host memory that the device writes
 ) -> None:
     """Append the samples to those of earlier replays, and advance rows and counts for the next replay."""
     entry, replays_done, repeats = control.tolist()

@@ -13,8 +13,8 @@ _BLOCK = 1024  # values written at a time
 
 def scatter_writes_torch(
     state: torch.Tensor,  # [size] int32, the state as one line
-    writes: torch.Tensor,  # [1 + 2 * num_writes + num_values] int32, perhaps longer: num_writes, then the first place
-    # of each write in the state, then the length of each, then all values end to end. Writes do not overlap.
+    writes: torch.Tensor,  # [1 + 2 * num_writes + num_values] int32, perhaps longer: num_writes, each write's first
+    # place in the state, each length, then all values end to end. Writes do not overlap.
 ) -> None:
     """Write the values to their places."""
     num_writes = int(writes[0])
@@ -28,7 +28,7 @@ def scatter_writes_torch(
 @jit
 def apply_writes(
     state_ptr,  # [size]
-    writes_ptr,  # as in `writes`, after num_writes
+    writes_ptr,  # see `writes`, after num_writes
     num_writes,
     BLOCK: tl.constexpr,
 ):

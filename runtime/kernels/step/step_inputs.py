@@ -6,7 +6,7 @@ import torch
 
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-_TILE = 128  # tokens of a program: one of 128 rows in a decode step, or all of one row
+_TILE = 128  # tokens per program: 128 rows' single tokens in a decode step, or one row's
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -16,13 +16,13 @@ def build_inputs_torch(
     starts: torch.Tensor,  # [num_rows] int32, position of the row's first token
     q_starts: torch.Tensor,  # [num_rows + 1] int32, the row's first token in the step; the last is num_tokens
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, any stride between rows
-    tables: torch.Tensor,  # [num_slots + 1, num_groups * max_blocks] int32 block ids, of the same stride
+    tables: torch.Tensor,  # [num_slots + 1, num_groups * max_blocks] int32 block ids, the same stride
     block_size: int,
     num_tokens: int,
-    max_count: int,  # most tokens of a row
-    own_counts: torch.Tensor | None = None,  # [num_rows] int32: real tokens of a row; the rest is padding
-    adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, with the row stride of tokens
-    num_groups: int = 1,  # of layers, with tables of their own
+    max_count: int,  # most tokens in a row
+    own_counts: torch.Tensor | None = None,  # [num_rows] int32: a row's real tokens; the rest is padding
+    adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, has the row stride of tokens
+    num_groups: int = 1,  # layer groups with their own tables
 ) -> Inputs:
     """token ids, positions, kv_index and perhaps adapters: int32 [num_tokens].
 
@@ -61,8 +61,8 @@ def _build_inputs_kernel(
     block_size,
     max_blocks,
     GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of a program
-    TOKENS: tl.constexpr,  # tokens of each
+    ROWS: tl.constexpr,  # rows per program
+    TOKENS: tl.constexpr,  # tokens per row
     OWN_COUNTS: tl.constexpr,
     ADAPTERS: tl.constexpr,
     PDL: tl.constexpr,
@@ -77,7 +77,7 @@ def _build_inputs_kernel(
     first = tl.load(q_starts_ptr + rows, mask=inside, other=0)[:, None]
     end = tl.load(q_starts_ptr + rows + 1, mask=inside, other=0)[:, None]
     at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[None, :]
-    own = first + at < end  # false for all tokens of a missing row
+    own = first + at < end  # false for a missing row's tokens
     positions = starts + at
     known = own
     if OWN_COUNTS:

@@ -57,12 +57,10 @@ def cloud_folder(name: CloudName, cache: Path, progress: bool, weights: bool = T
 
     Without a connection, the latest stored snapshot counts. Raises CallboardError if there is none, or if an object is
     missing, changes while it is fetched, or arrives damaged."""
-    home = cache / "cloud" / f"{urlsplit(name.url).netloc}-{_digest(name.url)[:12]}"
+    home = _home(name, cache)
     system, path = _opened(name)
     try:
-        objects = _listed(system, path)
-    except FileNotFoundError:
-        objects = []
+        objects = _found(system, path)
     except Exception as e:  # of many kinds, each store's own
         stored = sorted(home.glob("snapshots/*"), key=lambda folder: folder.stat().st_mtime)
         if found := next((it for folder in reversed(stored) if (it := _within(folder, name, weights))), None):
@@ -103,6 +101,29 @@ def _opened(name: CloudName) -> tuple[Any, str]:
     except Exception as e:  # without a region or an account's name, for example
         raise _sentence(name, e) from None
     return system, str(path)
+
+
+def has_file(name: CloudName, file: str, cache: Path) -> bool:
+    """True if a folder of a bucket has the file; without a connection, if a stored snapshot has it."""
+    system, path = _opened(name)
+    try:
+        return any(one.name == file for one in _found(system, path))
+    except Exception as e:  # of many kinds, each store's own
+        if any(_home(name, cache).glob(f"snapshots/*/{file}")):
+            return True
+        raise _sentence(name, e) from None
+
+
+def _home(name: CloudName, cache: Path) -> Path:
+    return cache / "cloud" / f"{urlsplit(name.url).netloc}-{_digest(name.url)[:12]}"
+
+
+def _found(system: Any, path: str) -> list[_Object]:
+    """Return the objects of a folder as `_listed` does; none if it does not exist."""
+    try:
+        return _listed(system, path)
+    except FileNotFoundError:
+        return []
 
 
 def _listed(system: Any, path: str) -> list[_Object]:

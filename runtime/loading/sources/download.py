@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import httpx
 
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
-_TRIES = 4  # without a byte in between
+_TRIES = 4  # tries without a byte in between
 _CONNECTIONS = 4  # downloads at the same time
-_TIMEOUT_S = 20.0  # without a byte, until the connection is closed
+_TIMEOUT_S = 20.0  # time without a byte that closes the connection
 
 
 class DownloadRefused(CallboardError):
@@ -42,7 +42,7 @@ class Download:
     url: str
     target: Path
     size: int | None = None  # bytes; None until the server reports it
-    sha256: str = ""  # in hex; empty if unknown
+    sha256: str = ""  # hex; empty if unknown
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -100,7 +100,7 @@ def fetch_all(
     progress: bool,
     store: Callable[[Download, Callable[[int], object], threading.Event], None],
 ) -> None:
-    """Fetch files of known sizes with `store`, several at a time. The first error ends all.
+    """Fetch files with known sizes by `store`, several at a time. The first error ends all.
 
     `store` gets a file, a function that takes the number of new bytes, and the event that ends the transfer."""
     from tqdm import tqdm
@@ -228,7 +228,7 @@ def _transfer(
 
 
 def _range_of(response: httpx.Response) -> tuple[int | None, int | None]:
-    """Return the first byte of an answer's Content-Range, and the size of the whole file. None if unknown."""
+    """Return the first byte in an answer's Content-Range, and the whole file's size. None if unknown."""
     match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     first, total = match.groups() if match else (None, None)
     return (None if first is None else int(first)), (int(total) if total and total != "*" else None)

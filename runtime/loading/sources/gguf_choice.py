@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from runtime.base.types import CallboardError
 
-DEFAULT = "Q4_K_M"  # the choice of llama.cpp and Ollama
+DEFAULT = "Q4_K_M"  # what llama.cpp and Ollama choose
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _LABEL = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?))$",
@@ -29,7 +29,7 @@ class GgufModel:
 
 
 def gguf_models(names: Iterable[str]) -> list[GgufModel]:
-    """Return the models among files of one folder, in the order of their names.
+    """Return the models among one folder's files, in name order.
 
     A split model has all files that its first name announces, even if some are missing."""
     models: dict[str, GgufModel] = {}

@@ -38,11 +38,11 @@ def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
     with _progress_bars(progress):
         try:
             info = HfApi().model_info(name.repo_id, revision=name.revision or "main", files_metadata=True)
-        except Exception as e:  # of many kinds, also of the package's HTTP client
+        except Exception as e:  # there are many kinds, also from the package's HTTP client
             return _cached(name, weights, e)
         try:
             return _fetched(name, info, progress, weights)
-        except Exception as e:  # of many kinds, too
+        except Exception as e:  # there are many kinds, too
             raise _sentence(name, e) from e
 
 
@@ -186,12 +186,12 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
 
 
 def _is_connection(error: Exception) -> bool:
-    """True for connection errors of the hub. Versions of its package use different HTTP clients."""
+    """True for the hub's connection errors. Versions of its package use different HTTP clients."""
     from huggingface_hub import errors
 
-    of_hub = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
-    of_client = any(kind.__module__.partition(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__)
-    return isinstance(error, (*of_hub, ConnectionError)) or of_client
+    hub_errors = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
+    is_client_error = any(kind.__module__.partition(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__)
+    return isinstance(error, (*hub_errors, ConnectionError)) or is_client_error
 
 
 @contextmanager

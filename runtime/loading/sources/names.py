@@ -1,4 +1,4 @@
-"""The meaning of a model's name: a repository of the hub, one GGUF file in it, a file on the web, or a bucket."""
+"""The meaning of a model's name: a hub repository, one GGUF file in it, a file on the web, or a bucket."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class HubName:
 
     repo_id: str
     revision: str | None = None  # branch, tag or commit; None for the main branch
-    gguf: str = ""  # a quantization such as Q4_K_M or a file of the repository; empty if none is named
+    gguf: str = ""  # a quantization such as Q4_K_M or a file in the repository; empty if none is named
 
     def __post_init__(self) -> None:
-        name = self.revision or ""  # a path of the hub's cache
+        name = self.revision or ""  # a path in the hub's cache
         if not name.isprintable() or name.startswith("/") or ".." in name:
             raise CallboardError(f"revision {name!r} names no branch, tag or commit; check it.")
 
@@ -65,7 +65,7 @@ class CloudName:
 
 
 def cloud_name(name: str) -> CloudName | None:
-    """Return the bucket's folder or file of that name; None for another kind of name.
+    """Return the bucket's folder or file with that name; None for another kind of name.
 
     Raises CallboardError without the name if it has credentials, which would be in logs."""
     scheme, separator, place = name.partition("://")
@@ -82,7 +82,7 @@ def cloud_name(name: str) -> CloudName | None:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a folder; the address of a bucket stays as it is."""
+    """Return a folder's absolute path; a bucket's address does not change."""
     return os.path.abspath(path) if cloud_name(path) is None else path
 
 
@@ -120,7 +120,7 @@ def _address(model: str) -> SplitResult | None:
         if model.lower().startswith(("https://", "http://")):
             return urlsplit(model)
         return urlsplit(f"https://{model}") if model.split("/")[0].lower() in _HUB_HOSTS else None
-    except ValueError:  # malformed brackets of an IPv6 address
+    except ValueError:  # malformed brackets in an IPv6 address
         return None
 
 
@@ -135,9 +135,9 @@ def _hub_page(address: SplitResult) -> HubName | None:
         return None
     kind, revision, inner = (rest[0], rest[1], rest[2:]) if len(rest) > 1 else ("", None, [])
     if kind == "tree" and inner:
-        gguf = inner[-1]  # folders of a repository are named after their quantization
+        gguf = inner[-1]  # a repository's folders are named after their quantization
     elif kind in ("blob", "resolve", "raw") and inner and inner[-1].endswith(".gguf"):
         gguf = "/".join(inner)
-    elif shown := parse_qs(address.query).get("show_file_info"):  # the hub's viewer of a GGUF file
+    elif shown := parse_qs(address.query).get("show_file_info"):  # the hub's GGUF viewer
         gguf = shown[0]
     return HubName("/".join([*repo[:-1], last]), revision, gguf)

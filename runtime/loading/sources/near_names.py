@@ -30,7 +30,7 @@ _MORE = (  # in addition to the examples of `runtime.models.FAMILIES`: common na
     "microsoft/phi-4",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
 )
-_CLOSE = 0.75  # difflib's ratio of near names, at least
+_CLOSE = 0.75  # least difflib ratio between near names
 
 
 def meant(name: str) -> str:
@@ -53,7 +53,7 @@ def nearest(name: str, known: list[str]) -> str | None:
     """Return the first of `known` with an equal beginning or a similar spelling. `name` may lack the organization."""
     asked = name.rpartition("/")[2]
     others = {each: _letters(each.rpartition("/")[2]) for each in known if each.lower() != name.lower()}
-    for part in dict.fromkeys((asked, asked.partition(":")[0])):  # the second part of Ollama's names is often a size
+    for part in dict.fromkeys((asked, asked.partition(":")[0])):  # the second part in Ollama's names is often a size
         letters = _letters(part)
         if len(letters) < 3:
             continue

@@ -24,7 +24,7 @@ _MODEL_FILES = ("*.gguf", "*.whl", "*.incomplete", "*.part")
 class StoredModel:
     """A model, or a part of one after an interrupted download."""
 
-    name: str  # as `serve` takes it
+    name: str  # the name that `serve` takes
     num_bytes: int
     place: Path
     last_used: float  # seconds since 1970
@@ -39,7 +39,7 @@ def stored_models(own_cache: Path) -> list[StoredModel]:
 
 
 def stored_model(name: str, own_cache: Path) -> StoredModel:
-    """Return the model of that name, or all quantizations of a hub id. Raises CallboardError if none is stored."""
+    """Return the model with that name, or a hub id's quantizations. Raises CallboardError if none is stored."""
     models = stored_models(own_cache)
     name = ":".join(hub_file(name) or (name,))
     if found := [model for model in models if model.name == name]:
@@ -97,7 +97,7 @@ def _of_repo(repo: CachedRepoInfo) -> list[StoredModel]:
         return models
     unfinished = list(repo.repo_path.glob("blobs/*.incomplete"))
     size = repo.size_on_disk + sum(path.stat().st_size for path in unfinished)
-    # The hub's own removal works by commit, which copies of a repository share.
+    # The hub's own removal works by commit, which a repository's copies share.
     remove_all = partial(shutil.rmtree, repo.repo_path)
     whole = StoredModel(
         repo.repo_id, size - sum(model.num_bytes for model in models), repo.repo_path, repo.last_accessed,
@@ -122,7 +122,7 @@ def _remove_files(repo: CachedRepoInfo, blobs: set[Path]) -> None:
 
 
 def _of_wheels(cache: Path) -> list[StoredModel]:
-    """The models of wheels. Each has a folder with a lock file, which contains the names of the wheels."""
+    """The models in wheels. Each has a folder with a lock file, which contains the wheels' names."""
     models = []
     for folder in cache.glob("*/"):
         files = [file for pattern in _MODEL_FILES for file in folder.rglob(pattern)]
@@ -130,7 +130,7 @@ def _of_wheels(cache: Path) -> list[StoredModel]:
             continue
         lock = folder / ".lock"
         name = lock.read_text().replace(", ", ",") if lock.exists() else ""
-        name = name or "==".join(folder.name.rsplit("-", 1))  # from a version that did not write the name
+        name = name or "==".join(folder.name.rsplit("-", 1))  # an older version did not write the name
         models.append(_folder_model(f"pypi:{name}", folder, any(file.suffix == ".gguf" for file in files)))
     return models
 

@@ -16,7 +16,7 @@ from runtime.loading.sources.names import WebFile
 
 
 def web_model(file: WebFile, cache: Path, progress: bool) -> Path:
-    """Return the GGUF file of an address, fetched into `cache` if it is missing; the first part of a split file.
+    """Return the GGUF file at an address, fetched into `cache` if it is missing; the first part of a split file.
 
     Raises CallboardError if it cannot be fetched or stored, or is not a GGUF file."""
     address = urlsplit(file.url)

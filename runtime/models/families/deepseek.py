@@ -1,7 +1,7 @@
 """The DeepSeek family, V2 and V3, and GLM-4.7-Flash: attention over latents, and a mixture with shared experts
 after the first layers.
 
-Rotary positions turn pairs of neighbours. With yarn, attention scores grow by the square of a factor that follows from
+Rotary positions turn neighbour pairs. With yarn, attention scores grow by the square of a factor that follows from
 `mscale_all_dim`."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config.json of a DeepSeek-V3 or -R1, or of a GLM-4.7-Flash. Raises CallboardError for a router
+    """The spec for a config.json from DeepSeek-V3 or -R1, or GLM-4.7-Flash. Raises CallboardError for a router
     that is not supported."""
     method, scores = config.get("topk_method", "noaux_tc"), config.get("scoring_func", "sigmoid")
     if method != "noaux_tc" or scores != "sigmoid":

@@ -1,4 +1,4 @@
-"""The values of keys that a config.json leaves out: the defaults of transformers' config class for each architecture.
+"""Values for keys that a config.json leaves out: the defaults in transformers' config class for each architecture.
 
 Published configs omit keys that have these values. tests/models/test_config_defaults.py compares the tables with
 transformers. Defaults that follow from other keys, such as `layer_types`, are in the family files."""
@@ -12,7 +12,7 @@ from runtime.base.types import CallboardError
 
 
 class _OrNull(NamedTuple):
-    """A default beside which null has a meaning of its own. Elsewhere null equals absence."""
+    """A default for a key where null has its own meaning. Elsewhere null equals absence."""
 
     value: Any
 
@@ -128,7 +128,7 @@ _LFM = _LLAMA | {
     "block_auto_adjust_ff_dim": True, "full_attn_idxs": None, "layer_types": None,
 }  # fmt: skip
 _OLMO_2 = _LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": _OrNull(50279)}
-_MISTRAL_SMALL = _MISTRAL | {  # in place of a text_config
+_MISTRAL_SMALL = _MISTRAL | {  # replaces a text_config
     "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128,
     "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -226,7 +226,7 @@ _TEXTS = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"
 
 
 def with_defaults(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the config.json of a text model, or the text part of another, with the defaults of its architecture.
+    """Return a text model's config.json, or the text part of another, with its architecture's defaults.
 
     Raises CallboardError if its text_config is not an object."""
     text = config.get("text_config")

@@ -23,7 +23,7 @@ WEIGHT_MAP = WeightMap(
         "q_norm": "model.layers.{}.self_attn.q_norm.weight",
         "k_norm": "model.layers.{}.self_attn.k_norm.weight",
     },
-    base="language_model.",  # of models with images
+    base="language_model.",  # models with images
     norms_plus_one=True,
     ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
@@ -36,7 +36,7 @@ def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config of a text model, or of the text part of one."""
+    """The spec for a text model's config, or for a text part's."""
     ropes = ropes_by_kind(config)
     full = _attention({**config, **ropes[0]}, qk_norm="head")
     sliding = _attention({**config, "rope_theta": config["rope_local_base_freq"], **ropes[1]}, qk_norm="head")

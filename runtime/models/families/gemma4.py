@@ -1,9 +1,9 @@
 """The text part of Gemma 4. Beyond Gemma 3:
 
-- layers that attend to all positions have another head_dim, and perhaps no map of values;
+- layers that attend to all positions have another head_dim, and perhaps no map for values;
 - the last layers may read the keys and values of an earlier layer;
-- each layer may have an embedding of tokens of its own;
-- a mixture of experts may run beside each feed-forward layer.
+- each layer may have its own token embedding;
+- a mixture of experts may run in parallel to each feed-forward layer.
 
 Norms multiply by w."""
 
@@ -30,7 +30,7 @@ _NAMES = {
     "post_layer_norm": f"{_LAYER}post_per_layer_input_norm.weight",
     "factor": f"{_LAYER}layer_scalar",
 }
-_NAMES |= {  # of mixtures
+_NAMES |= {  # names in mixtures
     "router": f"{_LAYER}router.proj",
     "router_norm": f"{_LAYER}router.scale",
     "expert_scales": f"{_LAYER}router.per_expert_scale",
@@ -42,14 +42,14 @@ _NAMES |= {  # of mixtures
 }
 WEIGHT_MAP = WeightMap(
     _NAMES,
-    "model.language_model.",  # of models with images
-    # Images, sound, and maps of k and v in layers with shared keys and values.
+    "model.language_model.",  # models with images
+    # Images, sound, and k and v maps in layers with shared keys and values.
     ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
 )
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config of a text model, or of the text part of one."""
+    """The spec for a text model's config, or for a text part's."""
     _check(config)
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
     kinds = config["layer_types"] or [
@@ -92,14 +92,14 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
-    """head_dim and the number of heads of k and v of the layers that attend to all positions."""
+    """Return head_dim and the number of k and v heads in the layers that attend to all positions."""
     dim, kv_heads = config["global_head_dim"], None
     if config["attention_k_eq_v"]:
         kv_heads = config["num_global_key_value_heads"]
     if "per_layer_config" in config:
-        of_layer = {int(i): own for i, own in (config["per_layer_config"] or {}).items()}  # "05" of 30 layers
-        known = [of_layer.get(i, {}) for i, kind in enumerate(kinds) if kind == "full_attention"]
-        if any(own != known[0] for own in known) or len(of_layer) > len(known):
+        by_layer = {int(i): own for i, own in (config["per_layer_config"] or {}).items()}  # "05" of 30 layers
+        known = [by_layer.get(i, {}) for i, kind in enumerate(kinds) if kind == "full_attention"]
+        if any(own != known[0] for own in known) or len(by_layer) > len(known):
             raise CallboardError(
                 "The model's per_layer_config differs within one kind of layers, which is not supported."
             )

@@ -1,6 +1,6 @@
-"""The GLM-4 family. Rotary positions turn half of a head.
+"""The GLM-4 family. Rotary positions turn half a head.
 
-- Dense models: rotary pairs of neighbours, biases on q, k and v, gate and up as one. Glm4ForCausalLM (GLM-4-0414) also
+- Dense models: rotary neighbour pairs, biases on q, k and v, gate and up as one. Glm4ForCausalLM (GLM-4-0414) also
   has norms after attention and after the feed-forward layer.
 - GLM-4.5 to 4.7: mixtures after the first layers."""
 
@@ -23,7 +23,7 @@ POST_NORMS_WEIGHT_MAP = WeightMap({
     "post_ffn_norm": "model.layers.{}.post_mlp_layernorm.weight",
 })  # fmt: skip
 _PROJECTIONS = {part: f"{part}_proj" for part in ("gate", "up", "down")}
-EXPERT_NAMES = {  # of a mixture with shared experts and a choice bias
+EXPERT_NAMES = {  # names in a mixture with shared experts and a choice bias
     "router": "model.layers.{}.mlp.gate",
     "choice_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
     **{part: "model.layers.{}.mlp.experts.{}." + name for part, name in _PROJECTIONS.items()},
@@ -36,7 +36,7 @@ MOE_WEIGHT_MAP = WeightMap({
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
 })  # fmt: skip
-_SUM_EPS = 1e-20  # of the weights of a token's experts
+_SUM_EPS = 1e-20  # added to the sum of a token's expert weights
 
 
 def decoder_spec(config: Mapping[str, Any], norms: tuple[str, ...] = PRE_NORMS) -> DecoderSpec:

@@ -21,7 +21,7 @@ WEIGHT_MAP = WeightMap(
     },
     experts_in_turn=True,
 )
-_ALPHA = 1.702  # of the activation's sigmoid
+_ALPHA = 1.702  # factor in the activation's sigmoid
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:

@@ -35,7 +35,7 @@ MOE_WEIGHT_MAP = WeightMap(
     | {part: "model.layers.{}.feed_forward.experts.{}." + name for part, name in _FFN.items()}
     | {f"dense.{part}": "model.layers.{}.feed_forward." + name for part, name in _FFN.items()}
 )
-_SUM_EPS = 1e-6  # of the weights of a token's experts
+_SUM_EPS = 1e-6  # added to the sum of a token's expert weights
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:

@@ -52,7 +52,7 @@ def ministral3_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the text part of a config.json; raises CallboardError for a text part of another kind."""
+    """The spec for a config.json's text part; raises CallboardError for another kind of text part."""
     kind = config.get("model_type") or "mistral"
     if kind not in _TEXT_SPECS:
         raise CallboardError(f"The model's text_config is of type {kind!r}; supported are mistral and ministral3.")
@@ -65,5 +65,5 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     return windowed(config, llama.attention(config), llama.ffn(config, experts=experts))
 
 
-# by the model_type of a text_config, or the model's own if there is none
+# key: model_type in a text_config, or the model's own if there is none
 _TEXT_SPECS = {"mistral": decoder_spec, "ministral3": ministral3_spec, "mistral3": decoder_spec}

@@ -1,7 +1,7 @@
-"""The OLMo family: norms of q and k over all heads.
+"""The OLMo family: q and k norms over all heads.
 
 - OLMo 2 and 3 have norms after attention and the feed-forward layer but none before.
-- In OLMo 3, three of four layers have a window, and only the others have a stretched RoPE.
+- In OLMo 3, three layers in four have a window, and only the others have a stretched RoPE.
 - OLMoE has norms before them, and experts."""
 
 from __future__ import annotations

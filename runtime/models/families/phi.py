@@ -19,7 +19,7 @@ WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    # The original context stands beside the scaling, not in it.
+    # The original context stands next to the scaling, not in it.
     original = "original_max_position_embeddings"
     config = {**config, "rope_scaling": rope_parameters(config) | {original: config[original]}}
     return mistral.windowed(config, llama.attention(config, fused_qkv=True), llama.ffn(config, fused_gate_up=True))

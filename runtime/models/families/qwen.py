@@ -53,9 +53,9 @@ def _decoder(config: Mapping[str, Any], ffn: FfnSpec, first_window: int = 0) -> 
 
 
 def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Qwen2-MoE's config.json; raises CallboardError as for Qwen3-MoE, and for windows.
+    """The spec for a Qwen2-MoE's config.json; raises CallboardError as for Qwen3-MoE, and for windows.
 
-    The shared expert counts as several of the others' size. Raises CallboardError if it is not a multiple of it."""
+    The shared expert counts as several experts. Raises CallboardError if its size is not a multiple of theirs."""
     if config["use_sliding_window"]:
         raise CallboardError("The model's use_sliding_window is true; of Qwen2-MoE, only full attention is supported.")
     size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]

@@ -19,7 +19,7 @@ from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
 
-_BASE = "model.language_model."  # the place of the text part in a model with images
+_BASE = "model.language_model."  # the text part's place in a model with images
 _IGNORED = r"(model\.)?visual\..*|mtp\..*"  # images, and layers that draft tokens
 _LAYER = {
     **{part: name.removeprefix("model.") for part, name in llama.WEIGHT_MAP.names.items() if part != "q"},
@@ -50,7 +50,7 @@ NEXT_WEIGHT_MAP = WeightMap(
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a config.json, or of its text part."""
+    """The spec for a config.json, or for its text part."""
     return _decoder(config, llama.ffn(config))
 
 
@@ -77,7 +77,7 @@ def _decoder(config: Mapping[str, Any], ffn: FfnSpec, by_key_head: bool = False)
         value_dim=config["linear_value_head_dim"],
         width=config["linear_conv_kernel_dim"],
         by_key_head=by_key_head,
-        tiled=config.get("linear_heads_tiled", False),  # in a GGUF file
+        tiled=config.get("linear_heads_tiled", False),  # set for a GGUF file
     )
     if delta_rule.value_heads % delta_rule.key_heads:
         raise CallboardError(

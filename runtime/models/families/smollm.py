@@ -17,7 +17,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
     turned = config["no_rope_layers"] or [
         (i + 1) % interval for i in layers
-    ]  # in spite of its name, 1 is a layer with rope
+    ]  # 1 is a layer with rope, in spite of the name
     window = config["use_sliding_window"] and config["sliding_window"]
     attention, ffn = llama.attention(config), llama.ffn(config)
     mixers = llama.attentions({**config, "sliding_window": window}, attention, lambda i: not turned[i])

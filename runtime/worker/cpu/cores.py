@@ -1,4 +1,4 @@
-"""The number of CPU cores that this process may use: its affinity, within the quota of its control groups."""
+"""The number of CPU cores that this process may use: its affinity, within its control groups' quota."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def available_cores(root: Path = _ROOT, own: Path = _OWN) -> int:
 
 
 def _quotas(root: Path, own: Path) -> list[float]:
-    """The quotas, in cores, of the control groups of this process and of the groups around them."""
+    """The quotas, in cores, of this process's control groups and the groups around them."""
     quotas = []
     for line in _text(own).splitlines():
         _, controllers, name = line.split(":", 2)

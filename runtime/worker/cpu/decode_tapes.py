@@ -1,6 +1,6 @@
-"""DecodeTapes: decode steps of few rows as tapes of kernels, the counterpart of a GPU's CUDA graphs.
+"""DecodeTapes: decode steps with few rows as kernel tapes, the counterpart of a GPU's CUDA graphs.
 
-The first step of each number of rows records the calls of the decoder. Later steps write their inputs to the same
+The first step with each number of rows records the decoder's calls. Later steps write their inputs to the same
 memory and run the tape: Python does nothing between two kernels."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they import llvmlite, which only CPUs need
     from runtime.kernels.llvm.launcher import Launcher
     from runtime.kernels.llvm.pool import Tape
 
-MAX_ROWS = 16  # of a tape; with more, the time between kernels matters little
+MAX_ROWS = 16  # rows in a tape; with more, the time between kernels matters little
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _shares_memory(result: Any, source: torch.Tensor) -> bool:
-    """True if the tensor, or each of a list, is a view of `source`."""
+    """True if the tensor, or each tensor in a list, is a view of `source`."""
     results = [result] if isinstance(result, torch.Tensor) else result
     memory = source.untyped_storage().data_ptr()
     return all(each.untyped_storage().data_ptr() == memory for each in results)

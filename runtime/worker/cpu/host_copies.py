@@ -1,4 +1,4 @@
-"""HostCopies: the copies of a step that runs while the host waits. The twin of gpu/transfers.py."""
+"""HostCopies: copies for a step that runs while the host waits. The twin of gpu/transfers.py."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class StepInput:
     first, by rising number of positions. `last` and `sampled` are in the plan's order."""
 
     batch: ForwardBatch
-    last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order
+    last: NDArray[np.int64]  # [num_rows] each row's last token's index, in the plan's order
     sampled: NDArray[np.int64]  # [num_sampled] index of the token before each sample, in the plan's order
     sampled_slots: Int32s  # [num_sampled]
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
@@ -33,9 +33,9 @@ class StepInput:
 def build_input(
     plan: StepPlan,
     slots: Slots,
-    shapes: Sequence[AttentionShape],  # of each group
-    tiled: bool,  # for the attention of compiled kernels
-    groups: Sequence[KVGroupSpec],  # of the KV cache
+    shapes: Sequence[AttentionShape],  # each group's shape
+    tiled: bool,  # inputs for compiled kernels' attention
+    groups: Sequence[KVGroupSpec],  # KV cache groups
 ) -> StepInput:
     """`plan` has at least one row, and its table writes are in `slots`."""
     order = np.arange(len(plan.slots)) if tiled else _row_order(plan)

@@ -41,9 +41,9 @@ class Sampler(SlotSampling):
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] of the model; of a rank, its part
+        logits: torch.Tensor,  # [n, vocab] the model's; a rank's part
         slots: Int32s,  # [n]
-        positions: Int32s,  # [n] of the tokens to be sampled
+        positions: Int32s,  # [n] positions to be sampled
         state: Slots,
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
@@ -67,14 +67,14 @@ class Sampler(SlotSampling):
                 apply_bitmask_torch(chosen, self.upload(at), self.upload(masks.words))
                 failed[self.upload(np.searchsorted(rows, masks.failed))] = True
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state).masked_fill_(failed, -1)
-        of_drawn = self.drawn_logprobs(logits, token_ids, slots, rows, chosen, is_filtered=True)
-        logprobs = self.logprobs(logits, token_ids, slots, of_drawn)
+        drawn_values = self.drawn_logprobs(logits, token_ids, slots, rows, chosen, is_filtered=True)
+        logprobs = self.logprobs(logits, token_ids, slots, drawn_values)
         if self.split.is_split and self.bound[slots].any():
             token_ids = self.split.of_first_rank(token_ids)
         return token_ids, logprobs
 
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
-        """Token ids [n] of rows that need more than the best token of the model's logits. Changes `logits`."""
+        """Token ids [n] for rows that need more than the best token by the model's logits. Changes `logits`."""
         if self.penalised[slots].any():
             where, params = (self.upload(slots), self.upload(positions)), self.upload(self.rows)
             penalise_torch(logits, *where, state.tokens, params, all_rows=True)

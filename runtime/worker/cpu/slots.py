@@ -1,4 +1,4 @@
-"""Slots: the state of the live requests on a CPU, one row of every array a request."""
+"""Slots: the live requests' state on a CPU, one row in every array for each request."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Slots:
         self,
         num_slots: int,
         max_model_len: int,
-        max_blocks: int,  # of a table
+        max_blocks: int,  # blocks in a table
         device: torch.device,
         has_states: bool = False,
-        table_factors: Sequence[int] = (1,),  # of block ids in the table of each group of layers
+        table_factors: Sequence[int] = (1,),  # factor of block ids in each layer group's table
     ) -> None:
         self.max_model_len, self.factors = max_model_len, np.array(table_factors, np.int32)
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self.tables = np.zeros((len(table_factors), num_slots, max_blocks), np.int32)  # on the host, for gather indices
+        self.tables = np.zeros((len(table_factors), num_slots, max_blocks), np.int32)  # host, for gather indices
         self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
         self.has_states = has_states
-        self.places = torch.zeros((num_slots + 1, 4), dtype=torch.int32)  # of states (kernels/states/state_rows.py)
+        self.places = torch.zeros((num_slots + 1, 4), dtype=torch.int32)  # state places (kernels/states/state_rows.py)
 
     def add(self, new: NewSlot) -> None:
         """A request enters with its known tokens. Its blocks come with the plan's table writes."""

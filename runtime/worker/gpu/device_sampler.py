@@ -38,11 +38,11 @@ class DeviceSampler(SlotSampling):
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] float32 of the model; of a rank, its part. Penalties change them in place
+        logits: torch.Tensor,  # [n, vocab] float32, or a rank's part. Penalties change them in place
         slots: torch.Tensor,  # [n] int32
-        positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
-        tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32 of DeviceSlots; receives the sampled tokens
-        params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32 of DeviceSlots
+        positions: torch.Tensor,  # [n] int32, positions to be sampled
+        tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32 in DeviceSlots; receives the sampled tokens
+        params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32 in DeviceSlots
         filters: bool = True,  # False if no row has a filter
         penalties: bool = True,  # False if no row has a penalty
     ) -> torch.Tensor:
@@ -59,7 +59,7 @@ class DeviceSampler(SlotSampling):
 
     def resample(
         self,
-        logits: torch.Tensor,  # from `sample`; changed in place for rows that are only masked
+        logits: torch.Tensor,  # what `sample` got; changed in place for rows that are only masked
         token_ids: torch.Tensor,  # [n] int32 from `sample`; changed in place, like `tokens`
         host_slots: Int32s,  # [n]
         host_positions: Int32s,  # [n]
@@ -108,7 +108,7 @@ class DeviceSampler(SlotSampling):
         self,
         logits: torch.Tensor,
         token_ids: torch.Tensor,
-        rows: np.ndarray,  # [m] all rows with a grammar; the second pass changes nothing else of them
+        rows: np.ndarray,  # [m] all rows with a grammar that the second pass only masks
         host_slots: Int32s,
         host_positions: Int32s,
         tokens: torch.Tensor,
@@ -135,7 +135,7 @@ class DeviceSampler(SlotSampling):
     def _mask(
         self,
         logits: torch.Tensor,  # [m, vocab] float32, changed in place
-        token_ids: torch.Tensor,  # of the step; -1 where a grammar fails
+        token_ids: torch.Tensor,  # the step's tokens; -1 where a grammar fails
         rows: np.ndarray,  # [m] numbers of the samples that these logits belong to
         masks: TokenMasks,
     ) -> torch.Tensor | None:

@@ -1,10 +1,10 @@
-"""DeviceSlots: the state of the requests on the device, one row of int32 a slot.
+"""DeviceSlots: the requests' state on the device, one int32 row for each slot.
 
     state[slot] = [ token ids: max_model_len | block tables: num_groups * max_blocks | sampling parameters: NUM_PARAMS
                     | adapter | places of states: 4 ]
 
-The last row, the null slot, belongs to the padding of graphs. Its table and its parameters stay zero, so that padded
-rows compute into the null block. Its tokens are tokens of a prompt.
+The last row, the null slot, belongs to graphs' padding. Its table and its parameters remain zero, so that padded
+rows compute into the null block. Its tokens count as prompt tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.core.plan import StepPlan
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.step.scatter_writes import scatter_writes
 
-NO_WRITES: Int32s = np.zeros(1, np.int32)  # in the layout of kernels/step/scatter_writes.py
+NO_WRITES: Int32s = np.zeros(1, np.int32)  # layout: kernels/step/scatter_writes.py
 
 
 class DeviceSlots:
@@ -31,7 +31,7 @@ class DeviceSlots:
         max_model_len: int,
         block_size: int,
         device: torch.device,
-        table_factors: Sequence[int] = (1,),  # of block ids in the table of each group of layers
+        table_factors: Sequence[int] = (1,),  # factor of block ids in each layer group's table
     ) -> None:
         self.num_slots, self.max_model_len = num_slots, max_model_len
         max_blocks, self._factors = -(-max_model_len // block_size), np.array(table_factors, np.int32)
@@ -41,13 +41,13 @@ class DeviceSlots:
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
         self.flat_state = self.state.view(-1)
         self.tokens = self.state[:, :max_model_len]
-        # The tables of all groups of layers one after another, and each group's own.
+        # The layer groups' tables one after another, and each group's own.
         self.tables = self.state[:, self.table_at : self.params_at]
         self.tables_of_groups = self.tables.split(max_blocks, 1)
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.adapters = self.state[:, self.params_at + NUM_PARAMS]
         self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/states/state_rows.py
-        self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters on the host
+        self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters, on the host
         self.prompt_ends = np.zeros(num_slots, np.int32)  # positions of the prompts' last tokens, on the host
 
     def reset(self) -> None:
@@ -58,8 +58,8 @@ class DeviceSlots:
         self.prompt_ends[:] = 0
 
     def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
-        """The plan's changes of the state: block tables, new requests with their row of `params`, draft tokens. The
-        arrays, end to end, have the layout of kernels/step/scatter_writes.py."""
+        """The plan's state changes: block tables, new requests with their row in `params`, draft tokens. The
+        arrays, end to end, have the layout in kernels/step/scatter_writes.py."""
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids) or plan.snapshots.size):
             return [NO_WRITES]
         taken = {slot: place for slot, *place in plan.snapshots.T.tolist()}

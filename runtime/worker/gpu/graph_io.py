@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime.base.arrays import Int32s
 from runtime.kernels.step.graph_io import HEAD, read_input, write_output
 
-MAX_PIECES = 8  # graphs of a step
+MAX_PIECES = 8  # graphs in a step
 _NUM_ENTRIES = 2 * MAX_PIECES  # graphs that may be in flight
 
 
@@ -19,7 +19,7 @@ class GraphIO:
     """Two rings of pinned memory. An entry is used again after its step is over."""
 
     def __init__(self, input_size: int, output_size: int, device: torch.device) -> None:
-        """Sizes in ints: of the longest input without its head, and of the longest output."""
+        """Sizes in ints: the longest input without its head, and the longest output."""
         pinned = device.type == "cuda"
         self.input_ring = torch.zeros((_NUM_ENTRIES, HEAD + input_size), dtype=torch.int32, pin_memory=pinned)
         self.output_ring = torch.zeros((_NUM_ENTRIES, output_size), dtype=torch.int32, pin_memory=pinned)
@@ -30,9 +30,9 @@ class GraphIO:
         self._entry = -1
 
     def write_input(self, repeats: int, rows: Int32s, writes: list[Int32s]) -> Int32s:
-        """Write the input of the next `repeats` replays of a graph.
+        """Write the input for a graph's next `repeats` replays.
 
-        `writes` have the layout of kernels/step/scatter_writes.py. Returns the memory that will hold the output after
+        `writes` have the layout in kernels/step/scatter_writes.py. Returns the memory that will hold the output after
         the replays. The caller copies from it, because the entry is used again."""
         self._entry = (self._entry + 1) % _NUM_ENTRIES
         self._over[self._entry]()

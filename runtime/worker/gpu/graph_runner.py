@@ -1,4 +1,4 @@
-"""GraphRunner: CUDA graphs of steps, captured by the shape of their rows, replayed from and to memory of the host."""
+"""GraphRunner: CUDA graphs of steps, captured by the shape of their rows, replayed from and to host memory."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from runtime.worker.gpu.device_slots import NO_WRITES
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
 from runtime.worker.gpu.step_rows import MixedShape, cut
 
-_LARGEST_GRAPH = 512  # rows of a decode step
-MAX_VERIFIED = 128  # tokens of a step with draft tokens that has a graph; larger batches do not gain by drafts
+_LARGEST_GRAPH = 512  # rows in a decode step
+MAX_VERIFIED = 128  # tokens in a step with draft tokens that has a graph; larger batches do not gain by drafts
 
-# Least tokens of a long row, on average, in a graph for few prompts and in one for many. Each row has a sample.
+# A long row's least tokens, on average, in a graph for few prompts and in one for many. Each row has a sample.
 _FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
-# (decoding rows beside prompts, most tokens of a graph for this number of rows). Another serves any number of rows.
-# Unused rows cost empty programs of one kernel, and samples.
+# (decoding rows with prompts, most tokens in a graph for this number of rows). Another serves any number of rows.
+# Unused rows cost one kernel's empty programs, and samples.
 _SHORT_SIZES = (0, 256), (16, 1024), (64, 2048)
-_MOST_PADDING = 128  # tokens, in a graph of more than _FEW_TOKENS
+_MOST_PADDING = 128  # tokens, in a graph with more than _FEW_TOKENS
 _FEW_TOKENS = 1024
-_LEAST_REST = 512  # tokens of a step that are left for its next piece
-_NEW_TOKENS = 8192  # of requests that enter by a graph's input
+_LEAST_REST = 512  # step tokens that are left for the next piece
+_NEW_TOKENS = 8192  # tokens in requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
 
 
@@ -50,7 +50,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class DecodeShape(NamedTuple):
-    """The shape of a decode step's graph: `num_rows` rows of `row_len` tokens, a sample after each of them."""
+    """The shape of a decode step's graph: `num_rows` rows with `row_len` tokens, a sample after each token."""
 
     row_len: int
     num_rows: int
@@ -65,7 +65,7 @@ class DecodeShape(NamedTuple):
 
     @property
     def num_ints(self) -> int:
-        """Length of the rows of a graph's input."""
+        """Length of the rows in a graph's input."""
         return 2 * (2 * self.num_rows + self.num_tokens)
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ class CapturedGraph:
 
     shape: DecodeShape | MixedShape
     graph: Replayable
-    token_ids: torch.Tensor  # [num_samples] int32, the samples of the last replay
+    token_ids: torch.Tensor  # [num_samples] int32, the last replay's samples
 
 
 class GraphRunner:
@@ -123,11 +123,11 @@ class GraphRunner:
         self.max_rows = max(num_slots, MAX_VERIFIED)
         input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
         self.graph_io = GraphIO(input_size, self.max_rows * MAX_STEPS, state.device)
-        # The rows of a graph's input, as kernels/step/graph_io.py has them.
+        # The rows in a graph's input, as kernels/step/graph_io.py has them.
         self.rows = torch.zeros(10 * self.max_rows, dtype=torch.int32, device=state.device)
-        self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens of a row -> by rising number of rows
-        self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows
-        self.pool: Any = None  # of the memory that all graphs share; None until the first capture makes one
+        self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens in a row -> graphs by rising number of rows
+        self.prefill_graphs: list[CapturedGraph] = []  # sorted by tokens, then short rows
+        self.pool: Any = None  # memory that all graphs share; None until the first capture makes it
 
     def sibling(self) -> GraphRunner:
         """A runner for the graphs of another step, with the same input and output."""
@@ -139,7 +139,7 @@ class GraphRunner:
         return sum(map(len, self.graphs.values())) + len(self.prefill_graphs)
 
     def decode_shapes(self, row_lens: Sequence[int]) -> list[DecodeShape]:
-        """One a batch size, for rows of one token and of each of `row_lens` tokens."""
+        """One shape a batch size, for rows with one token and with each of `row_lens` tokens."""
         largest = min(self.num_slots, _LARGEST_GRAPH)
         shapes = [DecodeShape(1, size) for size in graph_sizes(largest)]
         for row_len in row_lens:
@@ -147,7 +147,7 @@ class GraphRunner:
         return shapes
 
     def prefill_shapes(self, most_tokens: int) -> list[MixedShape]:
-        """Shapes of steps with prompts of up to `most_tokens` tokens. Padding lies within the context of one slot.
+        """Shapes for steps with prompts, up to `most_tokens` tokens. Padding lies within one slot's context.
 
         The shape with the most decoding rows is also the shape for many prompts."""
         shapes = []
@@ -171,7 +171,7 @@ class GraphRunner:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
             self.graph_io.write_input(1, shape.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
-            self.run(shape, step)  # outside of the capture, to compile kernels and make workspaces
+            self.run(shape, step)  # run outside the capture, to compile kernels and make workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
@@ -204,7 +204,7 @@ class GraphRunner:
         if row_len is None or len(plan.slots) > self.graphs[row_len][-1].shape.num_rows:
             return None
         if row_len > 1 and int(plan.num_computed.max()) + row_len > self.max_model_len:
-            return None  # padding tokens of a row have positions, too
+            return None  # a row's padding tokens have positions, too
         graphs = self.graphs[row_len]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.shape.num_rows)]
 
@@ -226,7 +226,7 @@ class GraphRunner:
         return None
 
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
-        """Start the plan's steps. Returns the memory that will hold the samples of all rows, also of padding."""
+        """Start the plan's steps. Returns the memory that will hold all rows' samples, padding included."""
         output = self.graph_io.write_input(plan.num_steps, graph.shape.pack(plan, self.num_slots), writes)
         for _ in range(plan.num_steps):
             graph.graph.replay()
@@ -239,17 +239,17 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def prefill_sizes(largest: int) -> list[int]:
-    """Token counts of graphs with prompts: by 64 up to 512, by 128 up to 2,048, and the largest. Larger steps are cut
-    into pieces of these sizes.
+    """Token counts for graphs with prompts: by 64 up to 512, by 128 up to 2,048, and the largest. Larger steps are cut
+    into pieces with these sizes.
 
-    Below 128 tokens a step takes the time of reading the weights. Above, its time grows with its tokens and padding."""
+    Below 128 tokens a step's time is that of reading the weights. Above, it grows with tokens and padding."""
     return _up_to(largest, [*range(64, 512, 64), *range(512, 2049, 128)]) if largest else []
 
 
 def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
-    """Cut a step into few pieces of these sizes. The last piece may be up to _MOST_PADDING tokens smaller than a size.
+    """Cut a step into few pieces with these sizes. The last piece may be up to _MOST_PADDING tokens smaller.
 
-    A small last piece is avoided: it takes the time of reading all weights."""
+    A small last piece is avoided, because it still reads all weights."""
     pieces: list[int] = []
     while (fits := [size for size in sizes if size <= num_tokens]) and not any(
         0 <= size - num_tokens <= _MOST_PADDING for size in sizes
@@ -265,6 +265,6 @@ def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _max_ints_of_a_row(block_size: int) -> int:
-    """The most ints of a graph's input for each row: with all draft tokens, and blocks for all steps of a plan."""
+    """The most ints that a row has in a graph's input: all draft tokens, and blocks for a plan's steps."""
     row_len, num_blocks = MAX_DRAFT_TOKENS + 1, 2 + MAX_STEPS // block_size
     return 2 * (2 + row_len) + 3 * num_blocks + 2 + row_len

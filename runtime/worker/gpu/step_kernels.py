@@ -1,6 +1,6 @@
-"""StepKernels: the kernels of one step, from packed rows to sampled tokens. Steps launch them, or graphs capture them.
+"""StepKernels: one step's kernels, from packed rows to sampled tokens. Steps launch them, or graphs capture them.
 
-A step without adapters launches no kernel for them, so steps with adapters have graphs of their own.
+A step without adapters launches no kernel for them, so steps with adapters have their own graphs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StepKernels:
         self, decoder: Decoder, cache: KVCache, slots: DeviceSlots, sampler: DeviceSampler, max_rows: int
     ) -> None:
         self.decoder, self.cache, self.slots, self.sampler = decoder, cache, slots, sampler
-        self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] of the last replay
-        self.graph_hidden = torch.empty(0, device=cache.device)  # [num_samples, hidden] of the last replay with prompts
+        self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] the last replay's
+        self.graph_hidden = torch.empty(0, device=cache.device)  # [num_samples, hidden] the last replay with prompts
         self.num_groups = len(cache.spec.groups)
         self.row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=cache.device)
 
@@ -42,7 +42,7 @@ class StepKernels:
         self.graph_hidden = torch.empty(shape, dtype=numerics.dtype, device=device)
 
     def forward(self, shape: MixedShape, rows: torch.Tensor, has_adapters: bool) -> torch.Tensor:
-        """The hidden states of the tokens of prompts and decoding rows, [num_tokens, hidden]."""
+        """The tokens' hidden states in prompts and decoding rows, [num_tokens, hidden]."""
         slots, starts, q_starts, *_ = shape.split(rows)
         adapters = self.slots.adapters if has_adapters else None
         num_tokens, num_short, num_long, _, max_count, max_len = shape
@@ -64,7 +64,7 @@ class StepKernels:
         return self.decoder.forward(batch, self.cache.layers)
 
     def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:
-        """The batch of a step. `parts` have the tables of the first group."""
+        """A step's batch. `parts` have the first group's tables."""
         token_ids, positions, kv_indices, adapters = inputs
         groups = [
             GroupRows(kv_index, PagedBatch(num_tokens, [replace(part, tables=tables) for part in parts]))
@@ -81,7 +81,7 @@ class StepKernels:
     def step(
         self, shape: DecodeShape | MixedShape, graph_rows: torch.Tensor, has_adapters: bool = False
     ) -> torch.Tensor:
-        """The step that a graph captures: from the rows of its input to the token ids of its samples."""
+        """The step that a graph captures: from its input's rows to its samples' token ids."""
         if isinstance(shape, DecodeShape):
             return self.decode(shape, graph_rows, has_adapters)
         return self.prefill(shape, graph_rows, has_adapters)
@@ -95,7 +95,7 @@ class StepKernels:
         return self.sample(logits, slots, positions, filters=True, penalties=True)
 
     def decode(self, shape: DecodeShape, graph_rows: torch.Tensor, has_adapters: bool = False) -> torch.Tensor:
-        """A sample after each token of rows of equal length."""
+        """A sample after each token in rows of equal length."""
         (count, size), num_tokens = shape, shape.num_tokens
         slots, own_counts, sample_slots, starts, _, positions = shape.split(graph_rows)
         tokens, tables, adapters = self.slots.tokens, self.slots.tables, self.slots.adapters if has_adapters else None

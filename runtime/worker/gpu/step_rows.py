@@ -1,4 +1,4 @@
-"""MixedShape: the rows of a step with prompts as one array of ints, for launched steps and for graphs.
+"""MixedShape: the rows of a step with prompts as one int array, for launched steps and for graphs.
 
     rows of one token | longer rows | samples, in the plan's order
     slots, starts, q_starts of the rows; token before each sample, slot and position of the samples
@@ -6,7 +6,7 @@
 A launched step has exactly its plan's rows. A graph has room for more:
 
 - Unused rows and samples belong to the null slot; unused rows are empty.
-- Padding tokens belong to the last row, which plans do not use. They are the first positions of the null slot, so that
+- Padding tokens belong to the last row, which plans do not use. They are the null slot's first positions, so that
   their keys and values go to the null block.
 """
 
@@ -29,11 +29,11 @@ class MixedShape(NamedTuple):
     """The size of a step with prompts and decoding rows; for a graph, the most that it has room for."""
 
     num_tokens: int
-    num_short: int  # rows of one token; they come first
+    num_short: int  # rows with one token; they come first
     num_long: int  # other rows
     num_samples: int
-    max_count: int  # tokens of the longest row
-    max_len: int  # positions that the last token of a row sees, at most
+    max_count: int  # tokens in the longest row
+    max_len: int  # positions that a row's last token sees, at most
 
     @classmethod
     def of(cls, plan: StepPlan) -> MixedShape:
@@ -52,12 +52,12 @@ class MixedShape(NamedTuple):
         return 3 * self.num_rows + 1 + 3 * self.num_samples
 
     def has_room(self, own: MixedShape) -> bool:
-        """True if a plan of shape `own` fits beside a last row for padding."""
+        """True if a plan with shape `own` fits before a last row for padding."""
         has_rows = own.num_short <= self.num_short and own.num_long < self.num_long
         return has_rows and own.num_tokens <= self.num_tokens and own.num_samples <= self.num_samples
 
     def split(self, rows: RowArray) -> list[RowArray]:
-        """Split packed rows: slots, starts and q_starts [num_rows + 1] of the rows. The last three arrays are of the
+        """Split packed rows: the rows' slots, starts and q_starts [num_rows + 1]. The last three arrays belong to the
         samples: the token before each, slots, positions."""
         n, s = self.num_rows, self.num_samples
         sizes = n, n, n + 1, s, s, s
@@ -88,8 +88,8 @@ class MixedShape(NamedTuple):
 
 
 def cut(plan: StepPlan, sizes: Sequence[int]) -> list[StepPlan]:
-    """Cut the rows of a plan into pieces of these numbers of tokens, which run one after another. The pieces do not
-    carry the plan's changes of slots and tables."""
+    """Cut a plan's rows into pieces with these numbers of tokens, which run one after another. The pieces do not
+    carry the plan's changes to slots and tables."""
     ends = np.cumsum(plan.num_tokens)
     firsts, pieces = ends - plan.num_tokens, []
     for begin, end in pairwise((0, *accumulate(sizes))):

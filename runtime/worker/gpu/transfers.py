@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PinnedBuffer:
-    """The memory of one step's copies in both directions, and the event of its end."""
+    """The memory for one step's copies in both directions, and the event at its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"

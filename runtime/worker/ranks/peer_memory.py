@@ -1,4 +1,4 @@
-"""PeerMemory: the communicator of ranks that are GPUs of one machine. Each rank writes into the memory of all others.
+"""PeerMemory: the communicator for ranks that are GPUs in one machine. Each rank writes into all others' memory.
 
 The driver allocates this memory: torch's allocator may return memory without a handle. Each rank has one allocation, in
 which the kernels have their inboxes (runtime.kernels.collectives.inboxes).
@@ -24,8 +24,8 @@ from runtime.worker.cuda_driver import call, words_at
 _HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, its address, bytes of an inbox, Memory's handle
 _MARK = b"cb-gpus "
 _GRANULE = 2 << 20  # the driver puts smaller allocations on one page, and a handle names a page
-_LEAST_BYTES = 256 << 10  # an inbox has room for operands of this size from all ranks
-_MOST_BYTES = 32 << 20  # of an inbox; longer operands are sent in pieces
+_LEAST_BYTES = 256 << 10  # an inbox has room for operands with this size from all ranks
+_MOST_BYTES = 32 << 20  # bytes in an inbox; longer operands are sent in pieces
 _LAZY_ENABLE_PEER_ACCESS = 1
 
 
@@ -80,7 +80,7 @@ class DriverMemory:
 
 
 def inbox_bytes_of(size: int, max_bytes: int) -> int:
-    """The bytes of one of the NUM_INBOXES inboxes of a rank, for operands of up to `max_bytes`."""
+    """The bytes in one of a rank's NUM_INBOXES inboxes, for operands up to `max_bytes`."""
     wanted = max(size * _LEAST_BYTES, min(2 * max_bytes, _MOST_BYTES))
     return -(-wanted // _GRANULE) * _GRANULE
 
@@ -125,7 +125,7 @@ class PeerMemory:
             num_looks=torch.zeros(1, dtype=torch.int32, device=device),
             error=self._error,
         )
-        self._greet()  # compiles the kernel: with a limit of 0 looks and its own addresses, it does not wait
+        self._greet()  # compiles the kernel: it does not wait, given a limit of 0 looks and its own addresses
         self._inboxes.state.zero_()
         self._own.fill_(EMPTY_WORD)
         self.set_timeout(timeout_s)
@@ -134,7 +134,7 @@ class PeerMemory:
     def connect(self, handles: Sequence[bytes]) -> None:
         addresses = []
         for rank, handle in enumerate(handles):
-            mark, its_rank, size, pid, address, inbox_bytes, of_memory = _HANDLE.unpack(handle)
+            mark, its_rank, size, pid, address, inbox_bytes, memory_handle = _HANDLE.unpack(handle)
             if (mark, its_rank, size, inbox_bytes) != (_MARK, rank, len(handles), self._inboxes.inbox_bytes):
                 raise CallboardError(
                     f"Rank {rank} of {self.size} gave a handle that does not fit this group; "
@@ -142,7 +142,7 @@ class PeerMemory:
                 )
             if pid != os.getpid():
                 try:
-                    address = self._memory.open(of_memory)
+                    address = self._memory.open(memory_handle)
                 except OSError as e:
                     raise CallboardError(
                         f"Rank {self.rank} cannot reach the memory of rank {rank} ({e.strerror}); their GPUs must be "

@@ -13,9 +13,9 @@ from runtime.kernels.numerics import Numerics
 from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 from runtime.worker.ranks.shared_memory import SharedMemory
 
-_MOST_BYTES = 1 << 24  # of an operand that is sent in one piece between processes on a CPU
-_WARM_UP_S = 60.0  # limit of waits in steps before the first plan, while ranks on GPUs compile kernels
-_PATIENCE_S = 3600.0  # limit of waits while ranks load; the engine handles ranks that fail
+_MOST_BYTES = 1 << 24  # operand that is sent in one piece between processes on a CPU
+_WARM_UP_S = 60.0  # limit for waits in steps before the first plan, while ranks on GPUs compile kernels
+_PATIENCE_S = 3600.0  # limit for waits while ranks load; the engine handles ranks that fail
 
 
 class RankGroup:
@@ -31,7 +31,7 @@ class RankGroup:
         self.handle = b""
         rank, size = spec.shard
         if size > 1:
-            # A step's hidden states are sent in one piece, and so is a row of logits.
+            # A step's hidden states are sent in one piece, and so is a logits row.
             num_bytes = 4 * max((config.max_num_batched_tokens or 1) * spec.hidden_size, spec.whole.vocab_size)
             tree, device = numerics.rank_invariant, numerics.device
             self._meeting = SharedMemory(rank, size, 64, timeout_s=_PATIENCE_S)

@@ -1,10 +1,10 @@
-"""SharedMemory: the communicator of ranks that are processes of one machine and compute on its CPU.
+"""SharedMemory: the communicator for ranks that are processes on one machine and compute on its CPU.
 
-Each rank writes a buffer of two halves, which take turns, and a word that counts its operations. For an operation, a
+Each rank writes a buffer with two halves, which take turns, and a word that counts its operations. For an operation, a
 rank copies its operand into one half, counts, waits until all others have counted, and reads their halves.
 
 A half is overwritten two operations later. By then all ranks have begun the operation between, so they have read the
-half. Counting is enough because the stores of an x86 become visible in their order.
+half. Counting is enough because an x86's stores become visible in their order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from runtime.base.types import CallboardError
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import TIMEOUT_S
 
-_HANDLE = struct.Struct("<8sIIIIQ")  # mark, rank, size, process, its descriptor of the buffer, bytes of a half
+_HANDLE = struct.Struct("<8sIIIIQ")  # mark, rank, size, process, its descriptor of the buffer, bytes in a half
 _MARK = b"cb-ranks"
-_HEADER_BYTES, _OPERATION_AT = 128, 64  # the count is at 0, and the operations of the halves are at 64
+_HEADER_BYTES, _OPERATION_AT = 128, 64  # the count is at 0, and the halves' operations are at 64
 _OPERATION = struct.Struct("<4sQQ")  # name, bytes, operations before it
 _SPINS = 200  # polls of a rank's count, some 10 us, before the kernel waits: another process may need the core
 _NAP_S = 0.1  # the longest sleep between two checks of a rank's process
@@ -77,13 +77,13 @@ class _Buffer:
 
 
 class SharedMemory:
-    """A `Communicator` of processes of one user on one machine, or of threads."""
+    """A `Communicator` for one user's processes on one machine, or for threads."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        max_bytes: int,  # of an operand in one piece; longer operands are sent in several
+        max_bytes: int,  # operand in one piece; longer operands are sent in several
         tree: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:

@@ -1,8 +1,8 @@
-"""SplitLogits: makes one choice of the logits of all ranks. Each rank has the logits of its rows of the output head.
+"""SplitLogits: makes one choice from all ranks' logits. Each rank has the logits for its rows of the output head.
 
-The parameters of a row decide how the ranks agree:
+A row's parameters decide how the ranks agree:
 
-- Only the best token, greedy or with noise: `best` takes the largest key of all ranks.
+- Only the best token, greedy or with noise: `best` takes the ranks' largest key.
 - Filters, penalties, biases, masks, log-probabilities: `whole` gathers all logits, and every rank draws the same token.
 - A grammar, which only rank 0 follows: `of_first_rank` takes rank 0's token.
 
@@ -24,7 +24,7 @@ class SplitLogits:
         self.vocab_size, self.ranks = vocab_size, ranks or OneRank()
         rank, size = self.ranks.rank, self.ranks.size
         self.is_split = size > 1
-        self.own_ids = Shard(rank, size).vocabulary(vocab_size)  # of this rank's logits
+        self.own_ids = Shard(rank, size).vocabulary(vocab_size)  # ids in this rank's logits
         self._width = len(Shard(0, size).vocabulary(vocab_size))
 
     def whole(self, logits: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:

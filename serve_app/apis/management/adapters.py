@@ -14,12 +14,12 @@ from starlette.routing import Route
 
 from runtime.base.config import MAX_NAME_CHARS
 from runtime.output.fields import invalid, shortened
-from serve_app.apis.management.allowed_folder import path_within
 from serve_app.http.json_routes import parsed_body
 from serve_app.http.limits import Deadline
 from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.shapes import RequestModel
+from serve_app.service.allowed_folder import path_within
 from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 

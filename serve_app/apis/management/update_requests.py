@@ -17,10 +17,10 @@ from runtime.base.types import CallboardError
 from runtime.output.fields import FieldError, invalid, shown
 from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
 from serve_app.apis.management.adapters import AdapterName
-from serve_app.apis.management.allowed_folder import path_within
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel, VersionName
+from serve_app.service.allowed_folder import path_within
 
 
 def _printable(name: str | int) -> str | int:

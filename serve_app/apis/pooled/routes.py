@@ -24,7 +24,7 @@ from serve_app.protocol.operation import ApiRoute
 from serve_app.protocol.parsing import parse
 from serve_app.service.checks import MAX_PROMPT_TOKENS
 from serve_app.service.generation import UntilClientLeaves
-from serve_app.service.models import Models, when_started
+from serve_app.service.models import Models
 from serve_app.service.service import owned
 from serve_app.settings import HttpSettings
 
@@ -56,7 +56,7 @@ class PooledRoute:
         prepared: PreparedPooling[Any] | None = None
         async with UntilClientLeaves(receive, send):
             prepare = partial(self._prepared, body, scope)
-            prepared = await when_started(partial(run_preparation, body, scope["owner"], False, prepare))
+            prepared = await run_preparation(body, scope["owner"], False, prepare)
         if prepared is None:
             return
         context.model, context.ignored_fields = prepared.model.name, prepared.request.ignored_fields()

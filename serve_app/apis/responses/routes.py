@@ -35,7 +35,7 @@ from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
-from serve_app.service.models import Models, when_started
+from serve_app.service.models import Models
 from serve_app.service.recorded import RecordedRequests
 from serve_app.settings import HttpSettings
 
@@ -139,9 +139,7 @@ class ResponseCreation(Generation):
         def run() -> T:
             return work(request.after(ITEMS.validate_json(as_list(items))) if items else request)
 
-        if sum(map(len, items)) > _LONG_BYTES:
-            return await when_started(partial(LONG_REQUESTS.run, owner, run))
-        return await when_started(partial(run_preparation, body, owner, True, run))
+        return await run_preparation(body, owner, True, run, sum(map(len, items)) > _LONG_BYTES)
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """Return the conversation up to an earlier response."""

@@ -74,7 +74,10 @@ class FakeAdapters:
     def served(self) -> dict[str, AdapterState]:
         return self.states
 
-    async def load(self, name: str, path: str) -> None:
+    def expect(self, digest: str) -> None:
+        """Nothing is unloaded here."""
+
+    async def load(self, name: str, path: str, replaceable=None) -> None:
         if path.endswith("/bad"):
             raise CallboardError(f"{path} has no adapter_config.json.")
         self.states[name] = AdapterState(AdapterEntry(name, path, 5 * 10**9), f"digest of {name}")

@@ -1,6 +1,6 @@
 """Attention over the paged cache of keys and values: softmax(q k^T * scale) v.
 
-A tile is up to LANES neighbouring tokens of one row. Its queries read each chunk of keys and values while it is in the
+A tile is up to LANES neighbouring tokens in one row. Its queries read each chunk of keys and values while it is in the
 L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
 absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
 is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
@@ -15,36 +15,36 @@ from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
-_MOST_HEADS = 16  # of a task: its queries lie on the stack
-_FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
+_MOST_HEADS = 16  # heads in a task: its queries lie on the stack
+_FEW = 7  # tokens in a tile, up to which vectors of elements are faster than vectors of tokens
 
 
 def attention(
     q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
     kv: U8s,  # [2, num_kv_heads, num_positions, head_dim] of form.type
-    scales: F32s,  # of the cache, if it is quantized
+    scales: F32s,  # the cache's scales, if it is quantized
     sinks: F32s,  # [num_heads], read if has_sinks
-    tables: I32s,  # [rows, table_stride] blocks of each row
-    tiles: I32s,  # [num_tiles, 4]: first token, number of tokens, row of the tables, position of the first token
+    tables: I32s,  # [rows, table_stride] each row's blocks
+    tiles: I32s,  # [num_tiles, 4]: first token, number of tokens, table row, the first token's position
     out: F32s,  # [num_tokens, num_heads * head_dim]
     q_stride: Int,
-    num_positions: Int,  # of a head's cache
+    num_positions: Int,  # positions in a head's cache
     table_stride: Int,
     num_tiles: Int,
     num_heads: Int,
-    heads_per_task: Int,  # query heads of one kv head: 1 or `heads_of_task`
-    scale: Float,  # of scores
+    heads_per_task: Int,  # query heads per kv head: 1 or `heads_of_task`
+    scale: Float,  # scores' scale
     part: Int,
     parts: Int,
     target: Target,
     form: KVForm,
-    group: int,  # query heads of a kv head
+    group: int,  # query heads per kv head
     window: int,  # positions that a token sees, itself included; 0 for all
     soft_cap: float,  # 0 for none
     has_sinks: bool,
-    max_heads: int,  # at least heads_per_task
+    max_heads: int,  # heads_per_task or more
 ) -> None:
-    """Part i of n: a share of the pairs of a group of heads and a tile."""
+    """Part i/n: a share of the pairs (head group, tile)."""
     begin, end = share(num_heads // heads_per_task * num_tiles, part, parts)
     chunk = Chunk(form, kv, scales, num_heads // group, num_positions)
     rows = Rows(form, window, soft_cap, _FEW * max_heads)
@@ -73,11 +73,11 @@ def attention(
 
 
 def _heads_of_products(group: int) -> int:
-    """The query heads of a tile of many tokens that are computed together."""
+    """The query heads that are computed together in a tile with many tokens."""
     return max(n for n in (1, 2, 3, 4) if group % n == 0)
 
 
 def heads_of_task(group: int) -> int:
-    """The most query heads of a kv head with `group` of them that a task should have."""
+    """The most query heads that a task should have, if a kv head has `group`."""
     unit = _heads_of_products(group)
     return max(n for n in range(unit, max(unit, _MOST_HEADS) + 1, unit) if group % n == 0)

@@ -1,7 +1,7 @@
-"""Attention of a tile of LANES tokens: a vector holds a number of each token, and keys and values are repeated.
+"""Attention for a tile with LANES tokens: a vector holds one element per token, and keys and values are repeated.
 
-Each lane meets the operations of `attention_rows.py` in the same order, so the bits are the same. Some heads are
-computed together, so that they share each number of a key or a value that is loaded."""
+Each lane meets the operations in `attention_rows.py` in the same order, so the bits are the same. Some heads are
+computed together, so that they share each key or value element that is loaded."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from runtime.kernels.llvm.language import (
 from runtime.kernels.llvm.mathematics import exp
 
 _HIDDEN = float("-inf")
-_QUAD = 4  # lanes of a group of `_sums_of_lanes`
+_QUAD = 4  # lanes in a group of `_sums_of_lanes`
 
 
 class Lanes:
-    """The queries of a tile, a vector for each head: the state of `attention_rows.Rows`, transposed."""
+    """A tile's queries, a vector for each head: the state of `attention_rows.Rows`, transposed."""
 
     tile: Tile
     scale: Value
@@ -45,16 +45,16 @@ class Lanes:
         """`heads` are computed by a task at most, `together` at a time."""
         self.form, self.window, self.soft_cap, self.together = form, window, soft_cap, together
         self.size = form.num_vectors * LANES
-        self.width = min(LANES, target.vector_bytes // 4)  # of a register, in which products are computed
+        self.width = min(LANES, target.vector_bytes // 4)  # width of a register, in which products are computed
         registers = 12 if self.width == 8 else 16
         self._keys = 4 if 4 * together * self.width <= 8 * LANES else 2  # that are multiplied together
         self._values = max(n for n in (8, 4, 2) if n * together <= registers)
-        of_head = self.size * LANES
-        self._queries, self._weights = array(f32, heads * of_head), array(f32, heads * CHUNK * LANES)
-        self._results = array(f32, heads * (of_head + LANES * LANES))  # sums of values, and of weights by lane
+        head_size = self.size * LANES
+        self._queries, self._weights = array(f32, heads * head_size), array(f32, heads * CHUNK * LANES)
+        self._results = array(f32, heads * (head_size + LANES * LANES))  # sums: values, and weights by lane
         self._tops, self._highest, self._factors = (array(f32, heads * LANES) for _ in range(3))
         self._parts = array(f32, LANES // _QUAD * self._keys * together * self.width)
-        self._rows = array(f32, LANES * (self.size + LANES))  # results of a head, token after token
+        self._rows = array(f32, LANES * (self.size + LANES))  # a head's results, token after token
 
     def open(self, tile: Tile, scale: Value, sinks: Pointer | None) -> None:
         self.tile, self.scale = tile, scale
@@ -86,21 +86,21 @@ class Lanes:
                 self._add_values(head, lane, base, chunk, begin, end)
 
     def finish(self, value_scale: Value) -> None:
-        tile, head_dim, of_row = self.tile, self.form.head_dim, self.size + LANES
+        tile, head_dim, row_size = self.tile, self.form.head_dim, self.size + LANES
         for head in loop(0, tile.heads):
-            for first in loop(0, of_row, LANES):
-                block = self._results + (head * of_row + first) * LANES
+            for first in loop(0, row_size, LANES):
+                block = self._results + (head * row_size + first) * LANES
                 for i, vector in enumerate(_transposed([block.load(j * LANES, LANES) for j in range(LANES)])):
-                    self._rows.store(first + i * of_row, vector)
+                    self._rows.store(first + i * row_size, vector)
             for token in loop(0, tile.count):
-                row = self._rows + token * of_row
+                row = self._rows + token * row_size
                 out = tile.out + token * tile.out_stride + head * head_dim
                 factor = quotient(value_scale, row.load(self.size, LANES)).repeat(LANES)
                 for first, count in vectors(head_dim):
                     store_part(out, first, row.load(first, LANES) * factor, count)
 
     def _positions(self, base: Value, lane: Value) -> Value:
-        """The position of each token in the chunk, for the lanes of a register."""
+        """Each token's position in the chunk, for a register's lanes."""
         return lane_numbers(self.width) + (self.tile.position - base + lane).to(i32)
 
     def _sees(self, at: Value, positions: Value) -> Value:
@@ -110,7 +110,7 @@ class Lanes:
         return seen & (key > positions - self.window) if self.window else seen
 
     def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
-        """Scores of the groups of positions of a chunk that tokens see."""
+        """Scores for a chunk's position groups that tokens see."""
         heads, step, width = range(self.together), self._keys, self.width
         weights = [self._weights + (head + h) * (CHUNK * LANES) + lane for h in heads]
         highest = [variable(number(LOWEST, f32(width))) for _ in heads]
@@ -138,7 +138,7 @@ class Lanes:
         head_dim, size = self.form.head_dim, self._keys * self.together * self.width
         queries = [self._queries + (head + h) * (self.size * LANES) + lane for h in range(self.together)]
 
-        def of_lane(first: Any) -> list[Value]:
+        def lane_vectors(first: Any) -> list[Value]:
             totals = [zeros(f32(self.width))] * (self._keys * self.together)
             for start in range(0, head_dim, LANES):
                 index = first + start
@@ -152,7 +152,7 @@ class Lanes:
 
         groups = LANES // _QUAD
         for group in loop(0, groups) if head_dim % LANES == 0 else range(groups):
-            lanes = [of_lane(group * _QUAD + i) for i in range(_QUAD)]
+            lanes = [lane_vectors(group * _QUAD + i) for i in range(_QUAD)]
             sums = _added(_added(lanes[0], lanes[2]), _added(lanes[1], lanes[3]))
             for i, total in enumerate(sums):
                 self._parts.store(group * size + i * self.width, total)
@@ -183,7 +183,7 @@ class Lanes:
             totals.store(lane * LANES, fused(totals.load(lane * LANES, LANES), factor, total.now))
 
     def _totals(self, head: Value) -> Pointer:
-        """The sums of weights of a head, by position modulo LANES."""
+        """A head's weight sums, by position modulo LANES."""
         return self._results + (head * (self.size + LANES) + self.size) * LANES
 
     def _add_values(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
@@ -207,7 +207,7 @@ class Lanes:
         head: Value,
         lane: Value,
         chunk: Chunk,
-        first: Value,  # number of a head
+        first: Value,  # element of a head
         count: int,
         parts: list[tuple[Value, Value, Value | None]],
     ) -> None:
@@ -238,7 +238,7 @@ def _added(a: list[Value], b: list[Value]) -> list[Value]:
 
 
 def _transposed(rows: list[Value]) -> list[Value]:
-    """LANES vectors of LANES: lane i of result j is lane j of row i."""
+    """LANES vectors with LANES lanes: result j's lane i is row i's lane j."""
     for distance in (1, 2, 4, 8):
         low = [i if i & distance == 0 else LANES + i - distance for i in range(LANES)]
         high = [i + distance if i & distance == 0 else LANES + i for i in range(LANES)]

@@ -1,6 +1,6 @@
-"""Attention of few tokens: one query after the other, in vectors of neighbouring numbers of a key or a value.
+"""Attention for few tokens: one query after the other, in vectors of neighbouring key or value elements.
 
-A score is a sum of LANES partial sums, added in the order of `_sums_of_lanes`; `attention_lanes.py` computes the same
+A score is a sum of LANES partial sums, added as `_sums_of_lanes` does; `attention_lanes.py` computes the same
 bits."""
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from runtime.kernels.llvm.language import (
 )
 from runtime.kernels.llvm.mathematics import exp, tanh
 
-LOWEST = -3.4e38  # finite: a token may see no position of its first chunk
-_ACCUMULATORS = 8  # vectors of a weighted sum that are kept in registers
+LOWEST = -3.4e38  # finite: a token may see no position in its first chunk
+_ACCUMULATORS = 8  # vectors in a weighted sum that are kept in registers
 
 
 class Tile:
-    """Neighbouring tokens of one row, and query heads of one kv head."""
+    """One row's neighbouring tokens, and one kv head's query heads."""
 
     def __init__(
         self, q: Pointer, q_stride: Value, out: Pointer, out_stride: Value, position: Value, count: Value, heads: Value
     ) -> None:
         self.q, self.q_stride, self.out, self.out_stride = q, q_stride, out, out_stride
-        self.position, self.count, self.heads = position, count, heads  # of the first token; of tokens; of heads
+        self.position, self.count, self.heads = position, count, heads  # the first token's position; tokens; heads
 
 
 def adjusted(scores: Value, scale: Value, key_scale: Value | None, soft_cap: float) -> Value:
@@ -51,7 +51,7 @@ def adjusted(scores: Value, scale: Value, key_scale: Value | None, soft_cap: flo
 
 
 class Rows:
-    """The queries of a tile: of each the largest score, the sum of weights, and the weighted sum of values."""
+    """A tile's queries: each has its largest score, weight sum, and weighted value sum."""
 
     tile: Tile
     scale: Value
@@ -99,7 +99,7 @@ class Rows:
                     store_part(out, at, value, min(LANES, head_dim - at))
 
     def _queries(self, base: Value) -> Iterator[tuple[Value, Value, Value, tuple[Value, Value]]]:
-        """Head, token, index and seen positions of each query that sees some of a chunk."""
+        """Head, token, index and seen positions for each query that sees a part of a chunk."""
         for head in loop(0, self.tile.heads):
             for token in loop(0, self.tile.count):
                 begin, end = seen_positions(base, self.tile.position + token, 1, self.window)
@@ -161,7 +161,7 @@ class Rows:
 
 
 def quotient(value_scale: Value, totals: Value) -> Value:
-    """The factor of the weighted sum of values, from the sums of weights by position modulo LANES."""
+    """The factor for the weighted value sum, from the weight sums by position modulo LANES."""
     return value_scale / totals.reduce(lambda a, b: a + b)
 
 
@@ -191,29 +191,29 @@ def _largest(x: Value) -> Value:
 
 
 def _sums_of_lanes(vector: Callable[[int], Value]) -> Value:
-    """[LANES]: lane i is the sum of the lanes of vector i. The vectors are made when they are needed, so that few wait
-    in registers.
+    """Return [LANES]: lane i is the sum over vector i's lanes. The vectors are made when they are needed, so that few
+    wait in registers.
 
-    Lanes form four groups of four. Steps add lanes 0 and 2, 1 and 3 of each group, then the two sums, then groups 0 and
+    Lanes form four groups of four. Steps add each group's lanes 0 and 2, 1 and 3, then the two sums, then groups 0 and
     2, 1 and 3, then these two."""
 
-    def of_four(first: int) -> Value:
+    def sum_four(first: int) -> Value:
         a, b = (_added(vector(first + i), vector(first + i + 1), [0, 16, 1, 17], [2, 18, 3, 19]) for i in (0, 2))
         return _added(a, b, [0, 1, 16, 17], [2, 3, 18, 19])
 
-    def of_eight(first: int) -> Value:
-        return _added_groups(of_four(first), of_four(first + 4), (0, 1, 4, 5), (2, 3, 6, 7))
+    def sum_eight(first: int) -> Value:
+        return _added_groups(sum_four(first), sum_four(first + 4), (0, 1, 4, 5), (2, 3, 6, 7))
 
-    return _added_groups(of_eight(0), of_eight(8), (0, 2, 4, 6), (1, 3, 5, 7))
+    return _added_groups(sum_eight(0), sum_eight(8), (0, 2, 4, 6), (1, 3, 5, 7))
 
 
 def _added(a: Value, b: Value, left: list[int], right: list[int]) -> Value:
-    """The sum of two selections of lanes, alike in all groups of four."""
+    """The sum of two lane selections, alike in all groups of four."""
     return _sum_of(a, b, *([start + i for start in range(0, LANES, 4) for i in order] for order in (left, right)))
 
 
 def _added_groups(a: Value, b: Value, left: tuple[int, ...], right: tuple[int, ...]) -> Value:
-    """The sum of two selections of the eight groups of a and b."""
+    """The sum of two selections among the eight groups in a and b."""
     return _sum_of(a, b, *([4 * group + i for group in order for i in range(4)] for order in (left, right)))
 
 

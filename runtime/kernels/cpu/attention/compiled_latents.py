@@ -14,9 +14,9 @@ from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
 from runtime.kernels.cpu.experts.expert_product import expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
-from runtime.kernels.cpu.linear.dense_weight import packed_blocks
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.pack import packed_blocks
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 from runtime.kernels.llvm.launcher import Launcher, kernel
 

@@ -1,4 +1,4 @@
-"""The gate of attention's output: the twin of `gate_output_torch`, for float32 rows."""
+"""Attention's output gate: the twin of `gate_output_torch`, for float32 rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gate_output(
     part: Int,
     parts: Int,
 ) -> None:
-    """out *= sigmoid(gate). Part i of n: a share of the tokens."""
+    """out *= sigmoid(gate). Part i/n: a share of the tokens."""
     whole = columns // LANES * LANES
     for token in loop(*share(num_tokens, part, parts)):
         own, own_gate = out + token * columns, gate + token * gate_stride

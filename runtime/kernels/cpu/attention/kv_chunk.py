@@ -1,4 +1,4 @@
-"""A chunk of keys and values of one head, as attention reads it."""
+"""One head's chunk of keys and values, as attention reads it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ class Chunk:
 
 
 def seen_positions(base: Value, position: Value, count: Any, window: int) -> tuple[Value, Value]:
-    """Begin and end of the positions of a chunk that some of `count` neighbouring tokens see."""
+    """Begin and end of a chunk's positions that any of `count` neighbouring tokens sees."""
     end = minimum(position + count - base, CHUNK)
     return maximum(position - (window - 1) - base, 0) if window else number(0, i64), end

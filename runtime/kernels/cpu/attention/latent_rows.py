@@ -1,4 +1,4 @@
-"""Kernels around attention over latents on a CPU: the twin of `latent_store_torch`, and the rotary part of queries."""
+"""Kernels around attention over latents on a CPU: the twin of `latent_store_torch`, and the queries' rotary part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.kernels.llvm.language import F32s, Float, I64s, Int, Pointer, U8s, 
 
 
 def latent_store(
-    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart; its last rope_dim numbers are rotated in place
+    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart; its last rope_dim elements are rotated in place
     latents: F32s,  # [num_tokens, form.head_dim], rows latents_stride apart; the rotary key is rotated in place
     table: F32s,  # [2, positions, rope_dim]: cos, and sin with the first half negated
     positions: I64s,  # [num_tokens]
@@ -29,7 +29,7 @@ def latent_store(
     rope_dim: int,
     interleaved: bool,  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
 ) -> None:
-    """Part i of n: a share of the pairs of a token and a head; the latent is the last head."""
+    """Part i/n: a share of the pairs (token, head); the latent is the last head."""
     rank, heads = form.head_dim - rope_dim, num_heads + 1
     turn = _rotate_pairs if interleaved else rotate
     begin, end = share(num_tokens * heads, part, parts)
@@ -50,7 +50,7 @@ def latent_store(
 
 
 def _rotate_pairs(own: Pointer, cos: Pointer, sin_offset: Value, rope_dim: int) -> None:
-    """Rotate neighbours in place. The second half of a row of the table has the angles' sines as they are."""
+    """Rotate neighbours in place. The second half of a table row has the angles' sines as they are."""
     half = rope_dim // 2
     for pair in loop(0, half):
         first, second = own.load(pair * 2), own.load(pair * 2 + 1)
@@ -69,11 +69,11 @@ def copy_heads(
     width: Int,
     part: Int,
     parts: Int,
-    first: int,  # of the numbers of each head of x
+    first: int,  # first element in each head of x
     count: int,
     at: int,  # their place in a head of `out`
 ) -> None:
-    """Copy some numbers of each head. Part i of n: a share of the tokens."""
+    """Copy some elements of each head. Part i/n: a share of the tokens."""
     begin, end = share(num_tokens, part, parts)
     for token in loop(begin, end):
         for head in loop(0, num_heads):

@@ -1,4 +1,4 @@
-"""Rotary positions of q and k, and the storing of k and v in the paged cache: the twin of `rope_store_kv_torch`."""
+"""Rotary positions for q and k, and storing k and v in the paged cache: the twin of `rope_store_kv_torch`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rope_store(
     table: F32s,  # [2, positions, head_dim]: cos, and sin with the first half negated
     positions: I64s,  # [num_tokens]
     kv: U8s,  # [2, num_kv_heads, positions, head_dim] of form.type, heads cache_positions apart
-    scales: U8s,  # of a quantized cache
+    scales: U8s,  # a quantized cache's scales
     kv_index: I64s,  # [num_tokens]
     q_norm: F32s,  # [head_dim], read if has_norms
     k_norm: F32s,
@@ -54,7 +54,7 @@ def rope_store(
     has_v_norm: bool,
     stores: bool,
 ) -> None:
-    """Part i of n: a share of the pairs of a token and a head."""
+    """Part i/n: a share of the pairs (token, head)."""
     heads = num_heads + num_kv_heads * 2 if stores else num_heads
     begin, end = share(num_tokens * heads, part, parts)
     for task in loop(begin, end):
@@ -73,7 +73,7 @@ def rope_store(
             with when(head >= num_heads + num_kv_heads):
                 _norm(own, None, eps, form.head_dim)
         with when(head >= num_heads):
-            kv_head = head - num_heads  # heads of k, then heads of v
+            kv_head = head - num_heads  # k heads, then v heads
             at = kv.of(form.type) + (kv_head * cache_positions + kv_index.load(token)) * form.head_dim
             scale = scales.of(f32) + kv_head
             if form.has_token_scales:
@@ -114,7 +114,7 @@ def rotate(own: Pointer, cos: Pointer, sin_offset: Value, head_dim: int) -> None
 
 
 def _store(form: KVForm, own: Pointer, at: Pointer, scale: Pointer) -> None:
-    """Store a head of k or v, and its scale if it has one of its own."""
+    """Store a k or v head, and its scale if it has its own."""
     parts = _parts(form.head_dim)
     numbers = [load_part(own, first, count) for first, count in parts]
     if form.has_head_scales:
@@ -138,7 +138,7 @@ def _to_e4m3(x: Value) -> Value:
     raw = minimum(maximum(x, -448.0), 448.0).bitcast(u32(lanes))
     size, sign = raw & 0x7FFFFFFF, (raw >> 24) & 0x80
     normal = ((size + (((size >> 20) & 1) + 0x7FFFF)) >> 20) - (120 << 3)
-    small = rounded(size.bitcast(f32(lanes)) * 512.0).to(i32).bitcast(u32(lanes))  # in steps of 2 ** -9
+    small = rounded(size.bitcast(f32(lanes)) * 512.0).to(i32).bitcast(u32(lanes))  # steps of 2 ** -9
     byte = where(size < (121 << 23), small, normal)
     is_nan = (x.bitcast(u32(lanes)) & 0x7FFFFFFF) > 0x7F800000
     return where(is_nan, number(0x7F, u32(lanes)), byte) | sign

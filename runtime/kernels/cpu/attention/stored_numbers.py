@@ -1,4 +1,4 @@
-"""Numbers of a cache of keys and values (stored_kv.py), as CPU kernels load them."""
+"""A KV cache's elements (stored_kv.py), as CPU kernels load them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 
-LANES = 16  # of every vector; the same on all CPUs, and so is the order of each sum
+LANES = 16  # every vector's lanes; the same on all CPUs, and so is each sum's order
 _TYPES = {
     torch.float32: f32,
     torch.bfloat16: bf16,
@@ -42,7 +42,7 @@ class KVForm:
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    is_latent: bool = False  # values are the keys; the caller of attention takes the first numbers of its results
+    is_latent: bool = False  # values are the keys; attention's caller takes the results' first elements
 
     @property
     def type(self) -> Type:
@@ -62,13 +62,13 @@ class KVForm:
         return -(-self.head_dim // LANES)
 
     def load(self, pointer: Pointer, vector: int) -> Value:
-        """float32 [LANES], one of the vectors of a head; zeros behind the last number."""
+        """Return one of a head's vectors, float32 [LANES]; zeros behind the last element."""
         raw = load_part(pointer, vector * LANES, min(LANES, self.head_dim - vector * LANES))
         return _of_e4m3(raw) if self.has_head_scales else raw.to(f32)
 
 
 def vectors(count: int) -> Iterator[tuple[Any, int]]:
-    """A compiled loop over the vectors of `count` numbers: the first number of each, and how many there are."""
+    """A compiled loop over the vectors in `count` elements: each vector's first element and length."""
     whole, rest = divmod(count, LANES)
     if whole:
         for first in loop(0, whole * LANES, LANES):
@@ -85,7 +85,7 @@ def load_part(pointer: Pointer, offset: int, count: int) -> Value:
         size = 1 << (count - done).bit_length() - 1
         parts.append(pointer.load(offset + done, size))
         done += size
-    while done < LANES:  # the sizes of parts fall and then rise: neighbours of equal size are joined
+    while done < LANES:  # part sizes fall and then rise: equal neighbours are joined
         size = done & -done
         parts.append(zeros(pointer.type(size)))
         done += size
@@ -113,7 +113,7 @@ def _pair(a: Value, b: Value) -> Value:
 
 
 def _of_e4m3(raw: Value) -> Value:
-    """The numbers of e4m3 bytes: 4 bits of exponent, 3 of mantissa."""
+    """The values of e4m3 bytes: 4 exponent bits, 3 mantissa bits."""
     lanes = raw.type.lanes
     wide = raw.to(u32)
     size, sign = wide & 0x7F, (wide & 0x80) << 24

@@ -1,4 +1,4 @@
-"""Attention on a CPU: the tiles of a step, and the calls of the kernels of `attention.py` and `rope_store.py`."""
+"""Attention on a CPU: a step's tiles, and the calls to the kernels in `attention.py` and `rope_store.py`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 from runtime.base.arrays import Int32s
 
-TILE = 16  # tokens: the lanes of a vector (`stored_numbers.LANES`)
+TILE = 16  # tokens: a vector's lanes (`stored_numbers.LANES`)
 
 
 @dataclass(slots=True)
 class TiledRows:
-    """Tiles of tokens, each of one row: what the kernels know of a step."""
+    """Token tiles, each in one row: what the kernels know about a step."""
 
     num_tokens: int
-    tiles: torch.Tensor  # int32 [tiles, 4]: first token, number of tokens, row of the tables, position of the first
+    tiles: torch.Tensor  # int32 [tiles, 4]: first token, number of tokens, table row, the first token's position
     tables: torch.Tensor  # int32 [rows, max_blocks]
 
 
 def attention_tiles(starts: Int32s, counts: Int32s, rows: Int32s, tile: int = TILE) -> Int32s:
-    """[num_tiles, 4], the tiles of a step: rows of `counts` tokens follow one another, from positions `starts`.
+    """Return a step's tiles [num_tiles, 4]: rows with `counts` tokens follow one another, from positions `starts`.
 
     Cheap and expensive tiles alternate, so that equal shares of the tiles take about equal time."""
     num_tiles = -(-counts // tile)

@@ -1,4 +1,4 @@
-"""The choice of experts on a CPU, and the order of the choices by expert.
+"""The choice of experts on a CPU, and the choices' order by expert.
 
 `route_torch` (kernels/experts/moe_torch.py) describes the choice. Here, the first of two equal experts is preferred."""
 
@@ -29,7 +29,7 @@ _LOWEST = float("-inf")
 
 
 def choose_experts(
-    logits: F32s,  # [rows, num_experts, then perhaps the gate of the shared experts], rows stride apart
+    logits: F32s,  # [rows, num_experts, then perhaps the shared experts' gate], rows stride apart
     bias: F32s,  # [num_experts], read with spec.choice_bias
     factors: F32s,  # [num_experts], read with spec.expert_scales
     scores: F32s,  # [rows, num_experts], memory
@@ -42,7 +42,7 @@ def choose_experts(
     parts: Int,
     spec: ExpertsSpec,
 ) -> None:
-    """Part i of n: a share of the rows."""
+    """Part i/n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         own, at = logits + row * stride, row * spec.num_experts
@@ -110,9 +110,9 @@ def _weigh(weights: Pointer, ids: Pointer, factors: Pointer, spec: ExpertsSpec) 
 
 
 def _keep_groups(preferences: Pointer, spec: ExpertsSpec) -> None:
-    """Take the experts of all but the best groups out of the choice."""
+    """Take all but the best groups' experts out of the choice."""
     size = spec.num_experts // spec.groups
-    of_groups, is_kept = array(f32, spec.groups), array(i32, spec.groups)
+    group_scores, is_kept = array(f32, spec.groups), array(i32, spec.groups)
     for group in loop(0, spec.groups):
         best, second = (variable(number(_LOWEST, f32)) for _ in range(2))
         for index in loop(0, size):
@@ -120,11 +120,11 @@ def _keep_groups(preferences: Pointer, spec: ExpertsSpec) -> None:
             is_best = value > best.now
             second.set(where(is_best, best.now, maximum(value, second.now)))
             best.set(where(is_best, value, best.now))
-        of_groups.store(group, best.now if spec.group_score == "max" else best + second.now)
+        group_scores.store(group, best.now if spec.group_score == "max" else best + second.now)
         is_kept.store(group, zeros(i32))
     for _ in loop(0, spec.top_groups):
-        group = _best(of_groups, spec.groups)
-        of_groups.store(group, number(_LOWEST, f32))
+        group = _best(group_scores, spec.groups)
+        group_scores.store(group, number(_LOWEST, f32))
         is_kept.store(group, number(1, i32))
     for expert in loop(0, spec.num_experts):
         kept = is_kept.load(expert // size) > 0
@@ -132,7 +132,7 @@ def _keep_groups(preferences: Pointer, spec: ExpertsSpec) -> None:
 
 
 def _best(values: Pointer, count: int) -> Value:
-    """The index of the largest of `count` numbers; 0 if none is above minus infinity."""
+    """The index of the largest among `count` elements; 0 if none is above minus infinity."""
     best, at = variable(number(_LOWEST, f32)), variable(zeros(i64))
     for index in loop(0, count):
         value = values.load(index)
@@ -144,14 +144,14 @@ def _best(values: Pointer, count: int) -> Value:
 
 def order_choices(
     ids: I32s,  # [rows, choices]
-    starts: I32s,  # [num_experts + 1]: where the choices of each expert begin in `order`
-    order: I32s,  # [rows * choices]: numbers of choices by expert, rising for each
+    starts: I32s,  # [num_experts + 1]: where each expert's choices begin in `order`
+    order: I32s,  # [rows * choices]: choice numbers by expert, rising for each
     rows: I32s,  # [rows * choices]: their rows
-    num_choices: Int,  # of all rows
+    num_choices: Int,  # choices in all rows
     part: Int,
     parts: Int,
     num_experts: int,
-    choices: int,  # of a row
+    choices: int,  # choices per row
 ) -> None:
     """A counting sort, in one part."""
     places = array(i32, num_experts)

@@ -1,4 +1,4 @@
-"""CompiledExperts: a mixture of experts on a CPU in six kernels, whatever the number of experts that are chosen."""
+"""CompiledExperts: a mixture of experts on a CPU in six kernels, however many experts are chosen."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Choices(NamedTuple):
     """The choices of all rows by expert."""
 
     starts: torch.Tensor  # int32 [all experts + 1]
-    order: torch.Tensor  # int32 [rows * choices]: numbers of choices
+    order: torch.Tensor  # int32 [rows * choices]: choice numbers
     rows: torch.Tensor  # int32 [rows * choices]: their rows
 
 
@@ -100,8 +100,8 @@ class _Group(NamedTuple):
     """Weights of one form, which one launch multiplies."""
 
     form: WeightForm | torch.dtype
-    at: int  # the first of their outputs
-    num_blocks: int  # of each weight
+    at: int  # their first output
+    num_blocks: int  # blocks in each weight
     has_bias: bool
 
 

@@ -1,7 +1,7 @@
 """Products of the experts' weights with the rows that chose them, in one kernel for all experts.
 
-Each part takes a share of the blocks of every expert. A result has the bits of the expert's own product
-(cpu/linear/int_product.py, cpu/linear/dense_product.py). `order_choices` makes `starts` and the numbers of rows."""
+Each part takes a share of every expert's blocks. A result has the bits of the expert's own product
+(cpu/linear/int_product.py, cpu/linear/dense_product.py). `order_choices` makes `starts` and the row numbers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _TILES = (4, 2, 1)
 
 
 def expert_int_product(
-    addresses: I64s,  # [num_experts, 6]: the tensors of a StoredWeight and the bias; zeros for other forms
+    addresses: I64s,  # [num_experts, 6]: a StoredWeight's tensors and the bias; zeros for other forms
     starts: I32s,  # [num_experts + 1]
-    x_rows: I32s,  # [choices of all rows]: rows of x, by expert
-    out_rows: I32s,  # likewise of out
-    x: I8s,  # as for int_product
+    x_rows: I32s,  # [all rows' choices]: rows in x, by expert
+    out_rows: I32s,  # [all rows' choices]: rows in out, by expert
+    x: I8s,  # int_product's argument
     x_scales: F32s,
     x_sums: I32s,
     out: F32s,
-    num_blocks: Int,  # of one expert
+    num_blocks: Int,  # blocks in one expert
     num_chunks: Int,
     out_stride: Int,
     part: Int,
@@ -52,7 +52,7 @@ def expert_int_product(
     limbs: int,
     has_bias: bool,
 ) -> None:
-    """Part i of n: a share of the blocks of each weight, for the rows of its expert."""
+    """Part i/n: a share of each weight's blocks, for its expert's rows."""
     rows, blocks = StoredRows(x, x_scales, x_sums, num_chunks, limbs, x_rows), share(num_blocks, part, parts)
     types = u8, TYPES[form.scale_dtype], TYPES[form.scale_dtype], f16, f16
     for first, end, own in _chosen(addresses, starts, num_experts, 6):
@@ -63,7 +63,7 @@ def expert_int_product(
 
 def expert_dense_product(
     addresses: I64s,  # [num_experts, 2]: values and bias; zeros for other dtypes
-    starts: I32s,  # as for expert_int_product
+    starts: I32s,  # expert_int_product's argument
     x_rows: I32s,
     out_rows: I32s,
     x: F32s,
@@ -93,7 +93,7 @@ def expert_dense_product(
 def _chosen(
     addresses: Pointer, starts: Pointer, num_experts: int, width: int
 ) -> Iterator[tuple[Value, Value, Pointer]]:
-    """Begin and end of the rows of each expert that has rows and a weight, and its addresses."""
+    """Begin and end of the rows for each expert that has rows and a weight, and its addresses."""
     for expert in loop(0, num_experts):
         first, end = (starts.load(expert + i).to(addresses.type) for i in range(2))
         own = addresses + expert * width
@@ -111,9 +111,9 @@ def add_results(
     part: Int,
     parts: Int,
     choices: int,
-    adds: bool,  # to what `out` holds
+    adds: bool,  # adds to what `out` holds
 ) -> None:
-    """The weighted sum of each row's results, in the order of its choices. Part i of n: a share of the rows."""
+    """Each row's weighted sum of results, in its choices' order. Part i/n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         own, target = y + row * choices * y_stride, out + row * columns

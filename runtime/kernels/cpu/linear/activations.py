@@ -1,8 +1,8 @@
-"""Rows of activations for a product, perhaps quantized: after a norm, or after a gated activation.
+"""Activation rows for a product, perhaps quantized: after a norm, or after a gated activation.
 
-A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so numbers err by at most
-1/65,024 of it. A number is two int8 limbs, 256 * high + low. A row that is not finite stays not finite.
-`quantize_rows_torch` computes the same numbers."""
+A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so elements err by at most
+that magnitude over 65,024. An element is two int8 limbs, 256 * high + low. A row that is not finite remains so.
+`quantize_rows_torch` computes the same integers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def quantize_rows(
     activation: str,  # silu, gelu_tanh, swiglu_clamped, or empty
     gated: bool,
 ) -> None:
-    """Part i of n: a share of the rows."""
+    """Part i/n: a share of the rows."""
     chunks = columns // COLUMNS
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
@@ -71,7 +71,7 @@ def quantize_rows(
 
 
 def float_rows(
-    x: F32s,  # as for quantize_rows
+    x: F32s,  # quantize_rows's argument
     norm_weight: F32s,
     out: F32s,  # [rows, columns]
     num_rows: Int,
@@ -84,7 +84,7 @@ def float_rows(
     activation: str,
     gated: bool,
 ) -> None:
-    """As quantize_rows, without the rounding. Part i of n: a share of the rows."""
+    """Do the same as quantize_rows, without the rounding. Part i/n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         own = x + row * x_stride

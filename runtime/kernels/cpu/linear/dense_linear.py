@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from runtime.kernels.cpu.linear.activations import float_rows
 from runtime.kernels.cpu.linear.compiled_linear import Around, CompiledLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
-from runtime.kernels.cpu.linear.dense_weight import packed_blocks
+from runtime.kernels.cpu.linear.pack import packed_blocks
 from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import RowAdapters

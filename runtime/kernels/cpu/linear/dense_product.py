@@ -1,7 +1,7 @@
 """Products of dense weights with float32 rows.
 
 A weight keeps a dtype of 16 bits if that is exact: a checkpoint in bfloat16 is stored so, and multiplied in float32.
-Blocks of 16 outputs lie column after column (dense_weight.py).
+Blocks of 16 outputs lie column after column (pack.py).
 
 An output is the sum of sums over SPAN columns each, in the order of the columns. A row of x meets the same operations
 whatever the other rows are, so results are batch-invariant to the bit."""

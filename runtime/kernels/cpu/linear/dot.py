@@ -1,10 +1,10 @@
-"""Dot products of unsigned 8-bit values with int16 activations, by the instructions of each CPU.
+"""Dot products of unsigned 8-bit values with int16 activations, by each CPU's instructions.
 
 Activations are split into two int8 limbs, 256 * high + low. Sums are exact in int32, so every CPU gives the same bits.
 
 - avx512vnni, avxvnni: `vpdpbusd` adds four products a lane in int32.
-- avx2: `vpmaddubsw` adds pairs in int16, then `vpmaddwd` widens. Values of 8 bits are split into nibbles.
-- neon: `sdot` is signed, so values of 8 bits are moved by 128.
+- avx2: `vpmaddubsw` adds pairs in int16, then `vpmaddwd` widens. 8-bit values are split into nibbles.
+- neon: `sdot` is signed, so 8-bit values are moved by 128.
 - generic: multiplications in int32, on any CPU.
 """
 
@@ -20,7 +20,7 @@ _LARGEST_INT16 = 32767
 
 
 class Dot:
-    """The sum over quads of values times activations, for one row of x and `lanes` rows of a weight."""
+    """The sum over quads: values times activations, for one row of x and `lanes` weight rows."""
 
     def __init__(self, target: Target, lanes: int, bits: int, limbs: int) -> None:
         self.target, self.lanes, self.bits, self.limbs = target, lanes, bits, limbs
@@ -59,7 +59,7 @@ class Dot:
         if bits == 8:
             words, bits = values.bitcast(i16(2 * self.lanes)), 4
             parts = [(0, _bytes(words & 0x0F0F)), (4, _bytes((words >> 4) & 0x0F0F))]
-        largest = 2 * 128 * ((1 << bits) - 1)  # of a sum of two products
+        largest = 2 * 128 * ((1 << bits) - 1)  # largest sum of two products
         for shift, part in parts:
             for limb, x in enumerate(activations):
                 key = limb, shift
@@ -70,7 +70,7 @@ class Dot:
                 self._pairs[key] = self._pairs.get(key, 0) + 1
 
     def _widen(self, key: tuple[int, int]) -> None:
-        """Move a partial sum of pairs to int32, times the weight of its limb and of its part of the values."""
+        """Move a partial sum of pairs to int32, times the weight of its limb and its value part."""
         limb, shift = key
         factor = 1 << shift + (8 if limb == 0 and self.limbs == 2 else 0)
         factors = number(factor, i16(2 * self.lanes))
@@ -106,7 +106,7 @@ def _multiply_add(target: Target, total: Value, values: Value, x: Value, moved: 
 
 
 def e2m1_values(indices: Value, target: Target | None = None) -> Value:
-    """E2M1_VALUES of u8 [lanes], by the shuffle of bytes that the target has."""
+    """E2M1_VALUES for u8 [lanes], by the target's byte shuffle."""
     lanes, vector = indices.type.lanes, target.vector_bytes if target is not None else 0
     if target is not None and lanes == vector:
         table = ir.Constant(indices.type.ir, [E2M1_VALUES[i % 16] for i in range(lanes)])

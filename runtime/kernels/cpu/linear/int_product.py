@@ -1,7 +1,7 @@
 """Products of quantized weights (interleaved_weight.py) with rows quantized to int16 or int8.
 
-An output is a sum over groups: scale * (sum over chunks: activation scale * integer sum). It follows the order of the
-columns, and rounds each operation to float32. A row of x meets the same operations whatever the other rows are, so
+An output is a sum over groups: scale * (sum over chunks: activation scale * integer sum). It follows the column
+order, and rounds each operation to float32. A row of x meets the same operations whatever the other rows are, so
 results are batch-invariant to the bit. `int_product_torch` computes the same bits."""
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TYPES: dict[torch.dtype, Type] = {
     torch.int8: i8,
 }
 _QUADS = COLUMNS // QUAD
-_AHEAD = 8192  # bytes of values: two pages, since the processor itself prefetches within a page
+_AHEAD = 8192  # value bytes: two pages, since the processor itself prefetches within a page
 
 
 def int_product(
     values: U8s,
-    scales: F32s,  # of form.scale_dtype, like minimums
+    scales: F32s,  # form.scale_dtype, like minimums
     minimums: F32s,
     super_scales: F16s,
     super_minimums: F16s,
@@ -71,11 +71,11 @@ def int_product(
     target: Target,
     form: WeightForm,
     limbs: int,
-    tiles: tuple[int, ...],  # numbers of rows of x that share a read of the weight, falling to 1
-    adds: bool,  # to what `out` holds
+    tiles: tuple[int, ...],  # x row counts that share a read of the weight, falling to 1
+    adds: bool,  # adds to what `out` holds
     has_bias: bool,
 ) -> None:
-    """Part i of n: a share of the blocks of the weight, for all rows of x."""
+    """Part i/n: a share of the weight's blocks, for all rows of x."""
     weight = StoredWeight(values, scales, minimums, super_scales, super_minimums)
     rows = StoredRows(x, x_scales, x_sums, num_chunks, limbs)
     results = Results(out, out_stride, bias if has_bias else None, adds)
@@ -101,7 +101,7 @@ class StoredRows(NamedTuple):
     sums: Pointer
     num_chunks: Value
     limbs: int
-    numbers: Pointer | None = None  # of the rows that are multiplied; None for all rows in their order
+    numbers: Pointer | None = None  # numbers of the rows that are multiplied; None for all rows in order
 
 
 class Results(NamedTuple):
@@ -111,11 +111,11 @@ class Results(NamedTuple):
     stride: Value
     bias: Pointer | None
     adds: bool = False
-    numbers: Pointer | None = None  # of the rows of `out`; None for all rows in their order
+    numbers: Pointer | None = None  # row numbers in `out`; None for all rows in order
 
 
 def row_number(numbers: Pointer | None, index: Value) -> Value:
-    """The row at an index of a list of rows."""
+    """The row at an index in a row list."""
     return index if numbers is None else numbers.load(index).to(i64)
 
 
@@ -174,13 +174,13 @@ class _Rows:
         return self._scales[m].load(chunk).repeat(self.lanes)
 
     def sum(self, m: int, chunk: Value, half: int | None) -> Value:
-        """The integer sum of a chunk, or of one half of it."""
+        """A chunk's integer sum, or one half's."""
         first, second = (self._sums[m].load(chunk * 2 + i) for i in range(2))
         return (first + second if half is None else (first, second)[half]).repeat(self.lanes)
 
 
 class _Block:
-    """The values of one block of a weight, or of some of its rows."""
+    """The values in one weight block, or in some of its rows."""
 
     def __init__(
         self, target: Target, form: WeightForm, values: Pointer, block: Value, half: int, lanes: int, chunks: Value
@@ -213,7 +213,7 @@ class _Block:
 
 
 class _Scales:
-    """The scales and minimums of one block of a weight."""
+    """The scales and minimums in one weight block."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class _Scales:
         self._supers = [p + (supers * ROWS + half * lanes) for p in (super_scales, super_minimums)]
 
     def of_super(self, index: Value) -> list[Value]:
-        """The factors of a super group: of scales, and perhaps of minimums."""
+        """A super group's factors: for scales, and perhaps for minimums."""
         pointers = self._supers[: 2 if self.form.has_minimum else 1]
         return [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
 
@@ -245,14 +245,14 @@ class _Scales:
         """The scale of a group, and perhaps the minimum."""
         pointers = (self._scales, self._minimums)[: 2 if self.form.has_minimum else 1]
         columns = self.form.group_size or COLUMNS
-        for pointer in pointers:  # as many groups ahead as values are
+        for pointer in pointers:  # the scales for the prefetched values
             pointer.prefetch((index + _AHEAD // self.form.chunk_bytes * COLUMNS // columns) * ROWS)
         numbers = [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
         return [n * f for n, f in zip(numbers, factors, strict=True)] if factors else numbers
 
 
 def _multiply(block: _Block, scales: _Scales, rows: _Rows) -> list[Variable]:
-    """The sums of a tile: f32 [lanes] for each row of x."""
+    """A tile's sums: f32 [lanes] for each row of x."""
     form, chunks = block.form, rows.num_chunks
     sums = [variable(zeros(f32(block.lanes))) for _ in range(rows.tile)]
     if form.super_size:
@@ -310,7 +310,7 @@ def _add_group(
 def _of_row(
     block: _Block, rows: _Rows, m: int, chunk: Value, quads: list[Value], own: slice, half: int | None
 ) -> tuple[Value, Callable[[], Value]]:
-    """The product of a chunk, or of a half of it, with row m: its part of scale and of minimum, f32 [lanes]."""
+    """The product of a chunk, or its half, with row m: its scale part and minimum part, f32 [lanes]."""
     dot = Dot(block.target, block.lanes, block.form.value_bits, rows.limbs)
     for quad in range(_QUADS)[own]:
         dot.add(quads[quad], rows.quad(m, chunk, quad))

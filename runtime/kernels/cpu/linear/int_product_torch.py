@@ -1,6 +1,6 @@
-"""The torch twin of the integer products on a CPU (int_product.py): equal bits, by the same operations in one order.
+"""The torch twin of a CPU's integer products (int_product.py): equal bits, by the same operations in one order.
 
-Rows of x are quantized by chunks of 32 columns: to int16, as a high and a low int8 limb, or to int8. Integer sums are
+Rows of x are quantized in 32-column chunks: to int16, as a high and a low int8 limb, or to int8. Integer sums are
 exact. All other operations are float32, each rounded once. So a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
 )
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 
-LARGEST = {16: 32512.0, 8: 127.0}  # by bits; 32512 = 256 * 127 leaves room for the carry of the low limb
-SMALLEST_MAGNITUDE = 2.0**-100  # of a chunk's largest number, which divides
+LARGEST = {16: 32512.0, 8: 127.0}  # key: bits; 32512 = 256 * 127 leaves room for the low limb's carry
+SMALLEST_MAGNITUDE = 2.0**-100  # bounds a chunk's largest element, which divides
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of x [rows, K]: number = scale of the chunk * (256 * high + low), or scale * limb with one limb."""
+    """Rows of x [rows, K]: element = chunk scale * (256 * high + low), or scale * limb with one limb."""
 
     limbs: torch.Tensor  # int8 [rows, K / 32, limbs, 32], the high limb first
     scales: torch.Tensor  # float32 [rows, K / 32]
-    sums: torch.Tensor  # int32 [rows, K / 32, 2]: sums of the integers of half chunks
+    sums: torch.Tensor  # int32 [rows, K / 32, 2]: integer sums over half chunks
 
     @property
     def numbers(self) -> torch.Tensor:
@@ -52,11 +52,11 @@ def quantize_rows_torch(x: torch.Tensor, bits: int = 16) -> QuantizedRows:
 def int_product_torch(x: torch.Tensor, weight: InterleavedWeight, activation_bits: int = 16) -> torch.Tensor:
     """x [rows, K] times a weight [N, K], transposed: float32 [rows, N].
 
-    For each group, the products of its chunks are added first, then multiplied with the scale of the group."""
+    Each group's chunk products are added first, then multiplied with the group's scale."""
     form, rows = weight.form, quantize_rows_torch(x.float(), activation_bits)
     scales, minimums = scales_of(weight)
     group = form.group_size or weight.shape[1]
-    width = min(group, COLUMNS)  # columns of one integer sum
+    width = min(group, COLUMNS)  # columns per integer sum
     numbers = rows.numbers.flatten(1).double().split(width, 1)  # sums stay below 2**53, so they are exact
     sums = rows.numbers.flatten(1).unflatten(1, (-1, width)).sum(2, dtype=torch.int32)
     values = values_of(weight).split(width, 1)

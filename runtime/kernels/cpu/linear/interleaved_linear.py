@@ -14,7 +14,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
-_FEW_ROWS, _MANY_ROWS = (1,), (4, 2, 1)  # numbers of rows that share a read of the weight
+_FEW_ROWS, _MANY_ROWS = (1,), (4, 2, 1)  # row counts that share a read of the weight
 
 
 class InterleavedLinear(CompiledLinear):
@@ -30,7 +30,7 @@ class InterleavedLinear(CompiledLinear):
         super().__init__(around)
         self.parts, self.num_limbs = tuple(parts), num_limbs
         self.size_in, self.size_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
-        # Kernels write whole blocks of 16 outputs, so parts between others must consist of them.
+        # Kernels write whole blocks of 16 outputs, so parts between others must consist of such blocks.
         self.is_whole = all(part.shape[0] % ROWS == 0 for part in parts)
         self.bias = None if bias is None else bias.float()
         sizes = [part.shape[0] for part in parts]

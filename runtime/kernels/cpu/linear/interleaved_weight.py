@@ -1,15 +1,15 @@
 """Quantized weights on a CPU: blocks of 16 rows by 32 columns, in the order in which a product reads them.
 
-A vector holds four neighbouring columns (a quad) of each of the 16 rows: byte `4 * row + column`. One instruction
-multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads. They
-lie in vectors of 64 bytes:
+A vector holds four neighbouring columns (a quad) for each of the 16 rows: byte `4 * row + column`. One instruction
+multiplies a quad with the same four activations in all rows. A 32-column block (a chunk) has eight quads. They
+lie in 64-byte vectors:
 
 - 4 bits: four vectors. Low nibbles hold quad 2 i, high nibbles quad 2 i + 1.
-- 5 bits: as 4 bits, then one vector. Bit j of a byte is bit 4 of quad j.
-- 6 bits: as 4 bits, then two vectors. Bits 2 j and 2 j + 1 of vector i are bits 4 and 5 of quad 4 i + j.
+- 5 bits: as 4 bits, then one vector. A byte's bit j is quad j's bit 4.
+- 6 bits: as 4 bits, then two vectors. Vector i's bits 2 j and 2 j + 1 are bits 4 and 5 of quad 4 i + j.
 - 8 bits: eight vectors, one for each quad.
 
-Scales lie beside the values: 16 for each group of columns, one for each row. Nothing depends on the instruction set.
+Scales lie next to the values: 16 for each column group, one for each row. Nothing depends on the instruction set.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from runtime.kernels.cpu.linear.weight_form import COLUMNS, E2M1_VALUES, QUAD, R
 
 @dataclass(frozen=True, slots=True)
 class InterleavedWeight:
-    """A weight [N, K]. N is padded with rows of zeros to a multiple of 16."""
+    """A weight [N, K]. N is padded with zero rows to a multiple of 16."""
 
     form: WeightForm
     shape: tuple[int, int]
     values: torch.Tensor  # uint8 [ceil(N / 16), K / 32, form.chunk_bytes]
     scales: torch.Tensor  # form.scale_dtype [ceil(N / 16), groups, 16]
-    minimums: torch.Tensor | None  # like scales
+    minimums: torch.Tensor | None  # shaped like scales
     super_scales: torch.Tensor | None  # float16 [ceil(N / 16), super groups, 16]
     super_minimums: torch.Tensor | None
 
@@ -51,9 +51,9 @@ def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
     """The bytes of an interleaved weight [N, K]."""
     blocks, columns = -(-shape[0] // ROWS), shape[1]
     numbers = 2 if form.has_minimum else 1
-    of_groups = ROWS * (columns // (form.group_size or columns)) * form.scale_dtype.itemsize
-    of_supers = ROWS * (columns // form.super_size) * 2 if form.super_size else 0
-    return blocks * (columns // COLUMNS * form.chunk_bytes + numbers * (of_groups + of_supers))
+    group_bytes = ROWS * (columns // (form.group_size or columns)) * form.scale_dtype.itemsize
+    super_bytes = ROWS * (columns // form.super_size) * 2 if form.super_size else 0
+    return blocks * (columns // COLUMNS * form.chunk_bytes + numbers * (group_bytes + super_bytes))
 
 
 def interleave(form: WeightForm, pieces: Iterable[Sequence[torch.Tensor]], num_rows: int) -> InterleavedWeight:
@@ -99,7 +99,7 @@ def _by_block(tensor: torch.Tensor) -> torch.Tensor:
 def pack_torch(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Values, uint8 [blocks * 16, K] -> uint8 [blocks, K / 32, bytes of a chunk]."""
     words = values.contiguous().view(torch.int32).view(-1, ROWS, values.shape[1] // COLUMNS, COLUMNS // QUAD)
-    quads = words.permute(0, 2, 3, 1)  # a word has the four columns of a quad
+    quads = words.permute(0, 2, 3, 1)  # a word has a quad's four columns
     if bits == 8:
         return quads.flatten(2).view(torch.uint8)
     low = quads & 0x0F0F0F0F if bits > 4 else quads
@@ -155,12 +155,12 @@ def _stored_values(weight: InterleavedWeight) -> torch.Tensor:
 def scales_of(weight: InterleavedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and minimums, float32 [padded N, groups]."""
 
-    def whole(stored: torch.Tensor | None, of_super: torch.Tensor | None) -> torch.Tensor | None:
+    def whole(stored: torch.Tensor | None, factor: torch.Tensor | None) -> torch.Tensor | None:
         if stored is None:
             return None
         numbers = stored.float()
-        if of_super is not None:
-            numbers = numbers * of_super.float().repeat_interleave(numbers.shape[1] // of_super.shape[1], 1)
+        if factor is not None:
+            numbers = numbers * factor.float().repeat_interleave(numbers.shape[1] // factor.shape[1], 1)
         return numbers.transpose(1, 2).flatten(0, 1)
 
     scales = whole(weight.scales, weight.super_scales)

@@ -1,4 +1,4 @@
-"""Rows of an embedding: of a quantized one (interleaved_weight.py), dequantized, and of a dense one."""
+"""Embedding rows: dequantized from a quantized embedding (interleaved_weight.py), or copied from a dense one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.kernels.llvm.language import (
 
 def lookup(
     values: U8s,
-    scales: F32s,  # of form.scale_dtype, like minimums
+    scales: F32s,  # form.scale_dtype, like minimums
     minimums: F32s,
     super_scales: F16s,
     super_minimums: F16s,
@@ -35,7 +35,7 @@ def lookup(
     parts: Int,
     form: WeightForm,
 ) -> None:
-    """out[i] = factor * row ids[i]. Part i of n: a share of the rows."""
+    """out[i] = factor * row ids[i]. Part i/n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         token = ids.load(row)
@@ -65,7 +65,7 @@ def dense_lookup(
     part: Int,
     parts: Int,
 ) -> None:
-    """out[i] = factor * row ids[i]. Part i of n: a share of the rows."""
+    """out[i] = factor * row ids[i]. Part i/n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         source, target = table + ids.load(row) * columns, out + row * columns

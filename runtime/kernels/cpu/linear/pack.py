@@ -1,17 +1,24 @@
 """Packs a weight into the layout of its products.
 
-A weight with one value a byte gets that of `interleaved_weight.py`, as by `pack_torch`. A weight of floats gets that of
-`dense_weight.py`: blocks of 16 rows, transposed."""
+A weight with one value a byte gets that of `interleaved_weight.py`, as by `pack_torch`. A weight of floats gets
+blocks of 16 rows, transposed."""
 
 from __future__ import annotations
 
-import torch
+from itertools import chain
 
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.cpu.linear import weight_memory
 from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS
 from runtime.kernels.llvm.language import F32s, Int, U8s, Value, loop, share, u32
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
-_ROWS, _COLUMNS, _QUADS = 16, 32, 8
+_QUADS = COLUMNS // QUAD
+_AT_ONCE = 1 << 22  # numbers that are compared at once
+_FIRST = 1 << 12  # of them; they show most weights that need float32
 
 
 def pack(
@@ -25,15 +32,15 @@ def pack(
 ) -> None:
     """Part i of n: a share of the blocks."""
     begin, end = share(num_blocks, part, parts)
-    chunk_words = _ROWS * _COLUMNS * bits // 32
+    chunk_words = ROWS * COLUMNS * bits // 32
     for block in loop(begin, end):
-        for row in loop(0, _ROWS):
-            source = values.of(u32) + (block * _ROWS + row) * (columns // 4)
-            for chunk in loop(0, columns // _COLUMNS):
+        for row in loop(0, ROWS):
+            source = values.of(u32) + (block * ROWS + row) * (columns // 4)
+            for chunk in loop(0, columns // COLUMNS):
                 quads = source.load(chunk * _QUADS, _QUADS)
-                target = out.of(u32) + ((block * (columns // _COLUMNS) + chunk) * chunk_words + row)
+                target = out.of(u32) + ((block * (columns // COLUMNS) + chunk) * chunk_words + row)
                 for index, word in enumerate(_words(quads, bits)):
-                    target.store(index * _ROWS, word)
+                    target.store(index * ROWS, word)
 
 
 def _words(quads: Value, bits: int) -> list[Value]:
@@ -73,34 +80,65 @@ def transpose_blocks(
 ) -> None:
     """Part i of n: a share of the blocks."""
     begin, end = share(num_blocks, part, parts)
-    whole = columns // _ROWS * _ROWS
+    whole = columns // ROWS * ROWS
     for block in loop(begin, end):
-        rows = [weight + (block * _ROWS + i) * columns for i in range(_ROWS)]
-        target = out.of(TYPES[dtype]) + block * _ROWS * columns
-        for first in loop(0, whole, _ROWS):
-            for i, values in enumerate(_transposed([row.load(first, _ROWS) for row in rows])):
-                target.store((first + i) * _ROWS, values.to(TYPES[dtype]))
+        rows = [weight + (block * ROWS + i) * columns for i in range(ROWS)]
+        target = out.of(TYPES[dtype]) + block * ROWS * columns
+        for first in loop(0, whole, ROWS):
+            for i, values in enumerate(_transposed([row.load(first, ROWS) for row in rows])):
+                target.store((first + i) * ROWS, values.to(TYPES[dtype]))
         for column in loop(whole, columns):
             for i, row in enumerate(rows):
-                target.store(column * _ROWS + i, row.load(column).to(TYPES[dtype]))
+                target.store(column * ROWS + i, row.load(column).to(TYPES[dtype]))
 
 
 def _transposed(rows: list[Value]) -> list[Value]:
     """The columns of 16 rows. Each round interleaves the lanes of the first half of the rows with the other half."""
-    half, lanes = _ROWS // 2, range(_ROWS)
+    half, lanes = ROWS // 2, range(ROWS)
     for _ in range(4):
         pairs = [(rows[i], rows[i + half]) for i in range(half)]
         rows = [
-            a.lanes_with(b, [first + lane // 2 + lane % 2 * _ROWS for lane in lanes])
+            a.lanes_with(b, [first + lane // 2 + lane % 2 * ROWS for lane in lanes])
             for a, b in pairs
             for first in (0, half)
         ]
     return rows
 
 
-def pack_dense(weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Pack a float32 weight [blocks * 16, columns] into `out` [blocks, columns, 16]. Its dtype holds all numbers."""
+def packed_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """A copy [blocks, size_in, 16] of a float32 weight [size_out, size_in], in the smallest dtype that is exact.
+
+    Blocks of 16 outputs lie column after column. Numbers of missing outputs are zeros."""
+    (size_out, size_in), weight = weight.shape, weight.contiguous()
+    values = weight_memory.empty((-(-size_out // ROWS), size_in, ROWS), exact_dtype(weight))
+    whole, rest = divmod(size_out, ROWS)
+    _transpose(weight, values[:whole])
+    if rest:
+        _transpose(F.pad(weight[-rest:], (0, 0, 0, ROWS - rest)), values[whole:])
+    return values
+
+
+def _transpose(weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Pack a weight [blocks * 16, columns] into `out` [blocks, columns, 16]."""
     launcher, num_blocks = Launcher(), len(out)
     parts = launcher.parts(num_blocks, weight.numel())
     function = kernel(transpose_blocks, dtype=out.dtype)
     launcher.launch(function, (weight, out, num_blocks, weight.shape[1]), parts)
+
+
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """bfloat16 or float16 if it holds all numbers of a float32 weight, else float32."""
+    flat = weight.flatten()
+    for dtype, holds in ((torch.bfloat16, _are_bfloat16), (torch.float16, _are_float16)):
+        if all(map(holds, chain([flat[:_FIRST]], flat[_FIRST:].split(_AT_ONCE)))):
+            return dtype
+    return torch.float32
+
+
+def _are_bfloat16(numbers: torch.Tensor) -> bool:
+    """True if the lower 16 bits of all float32 numbers are zero. This reads them once, at the speed of memory."""
+    return not numbers.view(torch.int16).view(-1, 2)[:, 0].count_nonzero()
+
+
+def _are_float16(numbers: torch.Tensor) -> bool:
+    return torch.equal(numbers.to(torch.float16).float(), numbers)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-# The numbers of e2m1 times 2, plus 12, by their indices (WeightForm.is_e2m1)
+# e2m1 values times 2, plus 12, by index (WeightForm.is_e2m1)
 E2M1_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 E2M1_OFFSET = 12
-ROWS = 16  # of a block
-COLUMNS = 32  # of a chunk
+ROWS = 16  # rows per block
+COLUMNS = 32  # columns per chunk
 QUAD = 4  # columns that one lane multiplies at once
 
 
@@ -20,12 +20,12 @@ class WeightForm(NamedTuple):
     With super groups, scale = super scale * scale as stored, and the same for the minimum. With `is_e2m1`, 4 bits are
     stored of each value, its index in E2M1_VALUES."""
 
-    bits: int  # of a value: 4, 5, 6 or 8
+    bits: int  # bits per value: 4, 5, 6 or 8
     group_size: int  # columns that share a scale: 16, or a multiple of 32; 0 for all columns
     scale_dtype: torch.dtype  # float16, bfloat16 or float32; uint8 or int8 with super groups
     offset: int = 0
     has_minimum: bool = False
-    super_size: int = 0  # columns of a super group: a multiple of the group size; 0 without super scales
+    super_size: int = 0  # columns per super group: a multiple of the group size; 0 without super scales
     is_e2m1: bool = False
 
     @property

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 _SLAB = 64 << 20  # bytes that are mapped at once; untouched pages take no memory
-_ALIGNED = 64  # bytes of a cache line
+_ALIGNED = 64  # bytes per cache line
 _lock = threading.RLock()  # a tensor may end, and take it again, in a thread that has it
 
 
@@ -31,11 +31,11 @@ class _Slab:
 
 
 _newest = _Slab(_ALIGNED)
-_ended: dict[int, list[tuple[_Slab, int]]] | None = None  # by size, memory of tensors that have ended; see `recycling`
+_ended: dict[int, list[tuple[_Slab, int]]] | None = None  # memory of ended tensors, by size; see `recycling`
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with undefined content, beside the tensors that were made before it."""
+    """A tensor with undefined content, next to the tensors that were made before it."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)

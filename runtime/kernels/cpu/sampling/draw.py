@@ -1,7 +1,7 @@
-"""The best token of each row of logits, greedy or with noise by position (C4), without a copy of the logits.
+"""Each logits row's best token, greedy or with noise by position (C4), without a copy of the logits.
 
-The noise has the integers of `runtime/kernels/sampling/gumbel.py`, bit for bit. A tile of the vocabulary has one key,
-which orders by score and then by lowest id (`token_keys.py`). The largest key of a row is its token."""
+The noise has the integers of `runtime/kernels/sampling/gumbel.py`, bit for bit. A vocabulary tile has one key,
+which orders by score and then by lowest id (`token_keys.py`). A row's largest key is its token."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def draw(
     logits: F32s,  # [rows, vocab], rows `stride` apart
     temperatures: F32s,  # [rows]; 0 for greedy
     seeds: I64s,  # [rows]
-    positions: I32s,  # [rows] of the token to be drawn
+    positions: I32s,  # [rows] positions to be drawn
     keys: I64s,  # [rows, tiles]
     num_rows: Int,
     vocab: Int,
     stride: Int,
-    first_id: Int,  # token id of the first column
+    first_id: Int,  # the first column's token id
     part: Int,
     parts: Int,
     checked: bool,  # a logit that is not finite fails its tile
@@ -78,9 +78,9 @@ def _best(
     first_id: Value,
     best: Variable,
     bad: Variable,
-    score: Callable[[Value, Value], Value],  # of logits and ids
+    score: Callable[[Value, Value], Value],  # score by logit and id
 ) -> None:
-    """Enlarge `best` to the largest key of a range of tokens, and make `bad` NaN if a logit is not finite."""
+    """Enlarge `best` to the largest key in a token range, and make `bad` NaN if a logit is not finite."""
     whole = begin + (end - begin) // _LANES * _LANES
     lanes = number(0, i32(_LANES))
     for lane in range(1, _LANES):

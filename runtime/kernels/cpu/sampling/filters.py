@@ -32,7 +32,7 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.llvm.mathematics import exp
 
 _LANES = 16
-_RANGES = (8.0, 16.0, math.inf)  # of logits below the best one
+_RANGES = (8.0, 16.0, math.inf)  # distances below the best logit
 
 
 def collect(
@@ -105,7 +105,7 @@ def _bound(launcher: Launcher, logits: torch.Tensor, top_k: int, top_p: float, m
 def _bound_of(
     near: NDArray[np.float32],  # the best logits, falling
     best: float,
-    mass: float,  # of all tokens
+    mass: float,  # all tokens' mass
     top_k: int,
     top_p: float,
     is_whole: bool,  # `near` has all tokens

@@ -1,7 +1,7 @@
 """Causal depthwise convolutions: the twins of `causal_conv_torch` and `short_conv_torch`, for float32 rows.
 
-A token's sum follows the order of the taps, so `short_conv` has the bits of its twin. `causal_conv` differs in the last
-bits of its exponential."""
+A token's sum follows the taps' order, so `short_conv` has its twin's bits. `causal_conv` differs in its
+exponential's last bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runtime.kernels.llvm.mathematics import exp
 
 
 def convolution(
-    x: F32s,  # [num_tokens, channels], rows x_stride apart; if gated, gate of the input, gate of the output, x
+    x: F32s,  # [num_tokens, channels], rows x_stride apart; if gated, input gate, output gate, x
     weight: F32s,  # [channels, width]
     bias: F32s,  # [channels], read if has_bias
     inputs: F32s,  # [num_states, RING, channels], states state_stride apart
@@ -47,7 +47,7 @@ def convolution(
     has_bias: bool,
     gated: bool,  # short_conv, without an activation; else causal_conv, with silu
 ) -> None:
-    """Part i of n: a share of the channels, in all rows."""
+    """Part i/n: a share of the channels, in all rows."""
     whole = channels // LANES
     begin, end = share(whole + channels % LANES, part, parts)  # vectors, then single channels
     for index in loop(0, num_rows):
@@ -77,7 +77,7 @@ class Channels:
         lanes = self._lanes
         raw = weight.load(self._first * width, lanes * width)
         taps = [raw.lanes(range(w, lanes * width, width)) for w in range(width)] if width > 1 else [raw]
-        before = []  # inputs of the tokens before the next one
+        before = []  # inputs from tokens before the next one
         for back in range(width - 1, 0, -1):
             position = row.start - back
             kept = self._kept(row.own, position)

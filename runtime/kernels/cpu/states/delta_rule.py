@@ -1,7 +1,7 @@
 """The gated delta rule on a CPU: the twin of `delta_rule_torch`, for float32 rows.
 
 A prompt's tokens, too, are computed one after another: the chunked form needs more multiplications. LANES columns of
-the state stay in the L1 cache while all tokens of a row change them. A token's bits do not depend on its row.
+the state remain in the L1 cache while a row's tokens change them. A token's bits do not depend on its row.
 
 The stored state and the ring follow the twin: chunks enter the stored state at once, and steps when no later row can
 reject them."""
@@ -42,29 +42,29 @@ from runtime.kernels.llvm.language import (
 from runtime.kernels.llvm.mathematics import exp, log, sigmoid
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING
 
-NORM_EPS = 1e-6  # of q and k
+NORM_EPS = 1e-6  # q's and k's
 
 
 def delta_inputs(
     qkv: F32s,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
-    gates: F32s,  # [num_tokens, 2 * value_heads]: logits of the rate, then of the decay; rows gates_stride apart
+    gates: F32s,  # [num_tokens, 2 * value_heads]: logits for the rate, then the decay; rows gates_stride apart
     decay_log: F32s,  # [value_heads]
     decay_bias: F32s,  # [value_heads]
     queries: F32s,  # [num_tokens, key_heads, key_dim], normalized and scaled
     keys: F32s,  # [num_tokens, key_heads, key_dim], normalized
-    products: F32s,  # [num_tokens, key_heads] of each query and its key
+    products: F32s,  # [num_tokens, key_heads] each query times its key
     rates: F32s,  # [num_tokens, value_heads]
     decays: F32s,  # [num_tokens, value_heads]
     num_tokens: Int,
     key_heads: Int,
-    group: Int,  # value heads of a key head
+    group: Int,  # value heads per key head
     qkv_stride: Int,
     gates_stride: Int,
     part: Int,
     parts: Int,
     key_dim: int,
 ) -> None:
-    """Part i of n: a share of the pairs of a token and a key head."""
+    """Part i/n: a share of the pairs (token, key head)."""
     begin, end = share(num_tokens * key_heads, part, parts)
     value_heads, sizes = key_heads * group, _parts(key_dim)
     for task in loop(begin, end):
@@ -86,7 +86,7 @@ def delta_inputs(
 
 def delta_rule(
     qkv: F32s,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
-    queries: F32s,  # and the other results of `delta_inputs`
+    queries: F32s,  # this and the next four are `delta_inputs`' results
     keys: F32s,
     products: F32s,
     rates: F32s,
@@ -112,7 +112,7 @@ def delta_rule(
     place_stride: Int,
     state_stride: Int,
     positions_stride: Int,
-    keys_slot: Int,  # strides of the rings
+    keys_slot: Int,  # the rings' strides
     keys_head: Int,
     values_slot: Int,
     values_head: Int,
@@ -125,7 +125,7 @@ def delta_rule(
     key_dim: int,
     value_dim: int,
 ) -> None:
-    """Part i of n: a share of the pairs of a row and a value head."""
+    """Part i/n: a share of the pairs (row, value head)."""
     for task in loop(*share(num_rows * value_heads, part, parts)):
         row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
         key_head = head // neighbours % key_heads
@@ -161,9 +161,9 @@ class Span:
         middle = minimum(maximum(row.prompt_end - row.start, 0), row.count) * (1 - steps_only)
         chunks_end = row.start + middle
         kept = row.end - MOST_PENDING
-        of_chunks, of_steps = maximum(chunks_end, kept), maximum(maximum(covered, row.start - LAG), kept)
+        by_chunks, by_steps = maximum(chunks_end, kept), maximum(maximum(covered, row.start - LAG), kept)
         self.row, self.positions, self.covered = row, positions, covered
-        self.stored = where(middle > 0, of_chunks, of_steps)  # as `covered`, after the row
+        self.stored = where(middle > 0, by_chunks, by_steps)  # what `covered` is after the row
         self.takes_snapshot = row.takes_snapshot(chunks_end)
 
     def keep_positions(self) -> None:
@@ -175,7 +175,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """The address of the numbers of a token, a position or a state."""
+    """The address of a token's, a position's or a state's elements."""
 
     pointer: Pointer
     stride: Value
@@ -186,7 +186,7 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The numbers of one value head: of a row's tokens by their number in the step, and of the ring by position."""
+    """One value head's elements: a row's tokens by number in the step, and the ring's by position."""
 
     span: Span
     queries: Strided
@@ -226,18 +226,18 @@ class Tokens:
 
 
 class Columns:
-    """Up to LANES columns of a head's state, a vector for each row of it.
+    """Up to LANES columns of a head's state, a vector for each row.
 
-    `memory` lacks the update of the last token, which the next pass over it adds."""
+    `memory` lacks the last token's update, which the next pass over it adds."""
 
     def __init__(self, tokens: Tokens, states: Strided, first: Any, count: int, key_dim: int, value_dim: int) -> None:
         self.tokens, self.span, self.states = tokens, tokens.span, states
         self.first, self.count, self.key_dim, self.value_dim = first, count, key_dim, value_dim
         self.memory = array(f32, key_dim * LANES)
-        self.update = variable(zeros(f32(LANES)))  # of the last token
+        self.update = variable(zeros(f32(LANES)))  # the last token's update
 
     def compute(self) -> None:
-        """Apply the updates of all tokens, and store the outputs of new ones."""
+        """Apply all tokens' updates, and store new tokens' outputs."""
         span, row = self.span, self.span.row
         own = self.states[row.own] + self.first
         with when(row.start.equals(0)):
@@ -251,12 +251,12 @@ class Columns:
         """Apply one token, to `memory` or first of all to the stored state."""
         span, row, tokens = self.span, self.span.row, self.tokens
         is_new, token, place = tokens.is_new(position), tokens.token(position), position & (RING - 1)
-        of_key, of_query = self._decayed(position, stored, where(is_new, token, row.first))
+        key_product, query_product = self._decayed(position, stored, where(is_new, token, row.first))
         with when(is_new):
             value = load_part(tokens.values[token] + self.first, 0, self.count)
-            update = tokens.rates[token].load() * (value - of_key)
+            update = tokens.rates[token].load() * (value - key_product)
             self.update.set(update)
-            output = fused(update, tokens.products[token].load(), of_query)
+            output = fused(update, tokens.products[token].load(), query_product)
             store_part(tokens.outputs[token] + self.first, 0, output, self.count)
             with when(position >= span.stored):
                 store_part(tokens.ring_values[place] + self.first, 0, update, self.count)
@@ -268,7 +268,7 @@ class Columns:
             self._store(self.states[row.snapshot], position)
 
     def _decayed(self, position: Value, stored: Pointer | None, token: Value) -> tuple[Value, Value]:
-        """Decay the state. Return its products with the key of a position and with the query of a token."""
+        """Decay the state. Return its products with a position's key and a token's query."""
         tokens, step = self.tokens, max(n for n in (4, 2, 1) if self.key_dim % n == 0)
         decay, before, update = tokens.decay(position), tokens.key(position - 1), self.update.now
         key, query = tokens.key(position), tokens.queries[token]
@@ -284,8 +284,8 @@ class Columns:
                 self.memory.store(at * LANES, numbers)
                 for total, factors in zip(sums, (key, query), strict=True):
                     total[i].set(fused(numbers, factors.load(at), total[i].now))
-        of_key, of_query = ([each.now for each in total] for total in sums)
-        return _pairwise(of_key), _pairwise(of_query)
+        key_product, query_product = ([each.now for each in total] for total in sums)
+        return _pairwise(key_product), _pairwise(query_product)
 
     def _store(self, state: Pointer, position: Value) -> None:
         """Store the state after the token at `position`, the last one that was applied."""
@@ -296,7 +296,7 @@ class Columns:
 
 
 def _norm_and_gate(own: Pointer, gate: Pointer, weight: Pointer, eps: Value, size: int) -> None:
-    """The norm of a head's output, times silu of its gate, in place."""
+    """Norm a head's output and multiply it with silu(gate), in place."""
     parts = _parts(size)
     numbers = [load_part(own, at, count) for at, count in parts]
     mean = _sum([x * x for x in numbers]) / float(size)

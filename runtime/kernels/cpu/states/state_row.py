@@ -1,4 +1,4 @@
-"""A row of a step as the kernels of states read it (state_rows.py)."""
+"""A step's row as state kernels read it (state_rows.py)."""
 
 from __future__ import annotations
 
