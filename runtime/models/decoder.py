@@ -20,28 +20,31 @@ from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
 
+@dataclass(eq=False)
 class Decoder:
     """A decoder-only model, or one rank's share of it: in each layer, a mixer and a feed-forward part add to the hidden
     states.
 
     Hidden states are whole on all ranks: a mixer's `out` and `down` sum over ranks (`ReducedLinear`)."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        numerics: Numerics,
-        kernels: Kernels,
-        communicator: Communicator,  # of the spec's rank
-        weights: DecoderWeights,
-    ) -> None:
-        self.spec, self.numerics, self.kernels, self.communicator = spec, numerics, kernels, communicator
-        self.embed, self.embed_tokens, self.position_embed = weights.embed, weights.embed_tokens, weights.positions
-        self.layer_embed = weights.layer_embed
-        self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
-        self.ropes, self.query_scales = weights.ropes, weights.query_scales
-        self.layers = weights.layers
-        self.adapters: LayerAdapters | None = None  # None unless there is room for adapters
-        self.final_norm, self.head_norm, self.head = weights.final_norm, weights.head_norm, weights.head
+    spec: DecoderSpec
+    numerics: Numerics
+    kernels: Kernels
+    communicator: Communicator  # of the spec's rank
+    embed: Any  # [own tokens, hidden], as kernels have it
+    embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
+    position_embed: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
+    layer_embed: LayerEmbedding | None  # with spec.layer_embed_size
+    ropes: list[torch.Tensor]  # rotary tables
+    query_scales: torch.Tensor | None  # [num_positions, ...] of q by position
+    layers: list[Layer]
+    final_norm: torch.Tensor
+    head_norm: torch.Tensor  # the final norm with the logit scale
+    head: Linear
+    adapters: LayerAdapters | None = None  # None unless there is room for adapters
+
+    def __post_init__(self) -> None:
+        self.embed_scale = float(torch.tensor(self.spec.embed_scale, dtype=self.numerics.dtype))
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
@@ -107,21 +110,6 @@ class Layer:
     feed_forward: Mlp | ExpertLayer
     input: LayerInput | None = None  # with spec.layer_embed_size
     factor: torch.Tensor | None = None  # [1] of the hidden states after the layer, with spec.layer_factors
-
-
-class DecoderWeights(NamedTuple):
-    """The weights and tables of a decoder."""
-
-    embed: Any  # [own tokens, hidden], as kernels have it
-    embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
-    positions: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
-    layer_embed: LayerEmbedding | None  # with spec.layer_embed_size
-    ropes: list[torch.Tensor]  # rotary tables
-    query_scales: torch.Tensor | None  # [num_positions, ...] of q by position
-    layers: list[Layer]
-    final_norm: torch.Tensor
-    head_norm: torch.Tensor  # the final norm with the logit scale
-    head: Linear
 
 
 class LayerAdapters(Protocol):

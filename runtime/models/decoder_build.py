@@ -16,7 +16,7 @@ from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
-from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
+from runtime.models.decoder import Decoder, Layer, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
@@ -66,8 +66,7 @@ def build_decoder(
     kernels, ranks = select(numerics, spec), communicator or OneRank()
     maps = LinearMaps(spec, kernels, weight_formats(spec, numerics), read)
     builder = LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
-    weights = builder.weights(numerics)
-    return Decoder(spec, numerics, kernels, ranks, weights)
+    return builder.decoder(numerics, ranks)
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:
@@ -83,15 +82,20 @@ class LayerBuilder:
         self.maps, self.spec, self.dense, self.num_positions = maps, maps.spec, maps.dense, num_positions
         self.ropes = list(dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.spec.attentions.values()))
 
-    def weights(self, numerics: Numerics) -> DecoderWeights:
-        spec, maps, device = self.spec, self.maps, numerics.device
+    def decoder(self, numerics: Numerics, ranks: Communicator) -> Decoder:
+        """The whole decoder."""
+        maps, device = self.maps, numerics.device
         table = partial(rope_table, num_positions=self.num_positions, dtype=numerics.dtype)
         scales = query_scale_table(self.ropes[0][0], self.num_positions)
         embed = maps.embedding()
         positions, layer_embed = self.positions(), self.layer_embed()
-        layers = [self.layer(i) for i in range(spec.num_layers)]
+        layers = [self.layer(i) for i in range(self.spec.num_layers)]
         final_norm, head_norm = self.final_norms()
-        return DecoderWeights(
+        return Decoder(
+            self.spec,
+            numerics,
+            maps.kernels,
+            ranks,
             embed.table,
             embed.lookup,
             positions,

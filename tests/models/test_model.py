@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runtime.base.model import decoder_spec as decoder_spec_module
 from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.types import CallboardError
 from runtime.models import load_spec
@@ -170,3 +171,10 @@ def test_fingerprints_differ_by_weights_and_numerics(tmp_path):
     assert len(set(prints)) == len(prints)
     assert open_runner(tmp_path / "a").info.fingerprint == prints[0]
     assert json.loads((tmp_path / "a" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_the_documented_layers_are_a_model():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    names = dict(vars(decoder_spec_module))
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    assert [group.window for group in names["spec"].kv_cache("bfloat16", longest=32768).groups] == [None, 4096]

@@ -32,5 +32,5 @@ class RopeSpec:
 
     @property
     def reorders_heads(self) -> bool:
-        """True if loading permutes the rows of q and k (runtime.models.decoder.rope_permutation)."""
+        """True if loading permutes the rows of q and k (runtime.models.linear_maps.rope_permutation)."""
         return self.type != "proportional" and self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)

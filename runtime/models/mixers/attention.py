@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,21 +13,19 @@ from runtime.kernels.attention.rope import Heads
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.heads_norm import HeadsNorm
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import AttentionMetadata
 from runtime.models.linear_maps import LinearMaps
-from runtime.models.mixers.mixer import ForwardStep, LayerCache
+from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMixer:
+class AttentionMixer(Mixer):
     """The weights of a layer. q, k and v are one linear map, with the output's gate before them."""
 
+    LINEARS = (("qkv", "qkv"), ("out", "out"))
+
     spec: AttentionSpec
-    kernels: Kernels
-    eps: float  # of the norms
     qkv: Linear
-    out: Linear
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
     q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
     k_norm: torch.Tensor | None
@@ -46,13 +44,9 @@ class AttentionMixer:
         if spec.qk_norm == "head":
             q_norm = maps.turned(f"{prefix}q_norm")
             k_norm = q_norm if heads == "q" else maps.turned(f"{prefix}k_norm")
-        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
         return cls(
-            spec,
-            maps.kernels,
-            maps.spec.norm_eps,
-            qkv,
-            out,
+            spec=spec,
+            **cls.read(maps, prefix),
             gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -86,6 +80,3 @@ class AttentionMixer:
         if self.gate_width:
             kernels.gate_output(mixed, gate_and_qkv[:, : self.gate_width])
         return mixed
-
-    def with_linears(self, change: Callable[[Linear, str], Linear]) -> AttentionMixer:
-        return replace(self, qkv=change(self.qkv, "qkv"), out=change(self.out, "out"))

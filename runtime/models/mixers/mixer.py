@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.states.state_rows import ConvState, DeltaState
+from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import ForwardBatch
+from runtime.models.linear_maps import LinearMaps
 
 LayerCache = KVLayer | ConvState | DeltaState
 
@@ -24,16 +27,29 @@ class ForwardStep(NamedTuple):
     layer_inputs: torch.Tensor | None  # [num_tokens, num_layers, width], with spec.layer_embed_size
 
 
-class Mixer(Protocol):
-    """Attention, or an operation in its place."""
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """The weights of attention, or of an operation in its place."""
 
-    @property
-    def out(self) -> Linear:
-        """The map of the results, which the caller adds to the hidden states."""
+    LINEARS: ClassVar[tuple[tuple[str, str], ...]]  # (field, fused name) of each map, in the order of reading
+
+    kernels: Kernels
+    eps: float  # of the norm before the layer
+    out: Linear  # the map of the results, which the caller adds to the hidden states
+
+    @classmethod
+    def read(cls, maps: LinearMaps, prefix: str) -> dict[str, Any]:
+        """The fields that all mixers have, and the maps of the layer with this prefix."""
+        linears = {field: maps.optional(prefix, name) for field, name in cls.LINEARS}
+        return {"kernels": maps.kernels, "eps": maps.spec.norm_eps, **linears}
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         """[num_tokens, inputs of `out`] of hidden states, with the norm before the layer. The step's tokens enter the
         layer's cache."""
+        raise NotImplementedError
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> Self:
         """This mixer with other maps: `change` gets each one with its fused name."""
+        maps = [(field, getattr(self, field), name) for field, name in self.LINEARS]
+        changed: dict[str, Any] = {field: change(linear, name) for field, linear, name in maps if linear is not None}
+        return replace(self, **changed)
