@@ -29,6 +29,7 @@ from actors.front.engine_group import EngineGroup
 from actors.wire.transport import Address
 from runtime.base.config import DEFAULT_MODEL, EngineConfig, ModelInfo
 from runtime.base.pooling import Pooling
+from runtime.base.reports import Vector
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
 from runtime.loading.resolve import resolve
@@ -46,12 +47,12 @@ class ToyRunner:
     asynchronous = False
 
     def __init__(self, width: int) -> None:
-        self._vectors = np.random.default_rng(0).standard_normal((1024, width), np.float32)
+        vectors = np.random.default_rng(0).standard_normal((1024, width), np.float32)
+        self._vectors = [Vector(vector.tobytes()) for vector in vectors]
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        num = int(plan.num_samples.sum())
-        rows = np.arange(num, dtype=np.int32)
-        return lambda: StepResult(plan.step_id, rows, pooled_rows=rows, pooled=self._vectors[:num])
+        reports = [(row, self._vectors[row]) for row in np.flatnonzero(plan.num_samples).tolist()]
+        return lambda: StepResult(plan.step_id, np.arange(len(reports), dtype=np.int32), reports=reports)
 
 
 def run_child(pipe: Connection, width: int) -> None:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
+from tests.support.engine.fake_runner import prompt_scores
 from tests.support.http.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
 
 
 def prompt_logprob(char: str) -> float:
-    return -ord(char) / 100
+    return -ord(char) / 128
 
 
 @pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
@@ -201,11 +202,11 @@ async def test_the_likeliest_of_tokens_with_one_text_counts():
     class Twins(FakeEngine):
         def _outputs(self, request):
             for output in super()._outputs(request):
-                output.prompt_logprobs = [p._replace(top=((66, -0.1), (97, -0.97))) for p in output.prompt_logprobs]
+                output.reports = [prompt_scores([(-0.75, 3, [(66, -0.125), (97, -0.75)])], 2)]
                 yield output
 
     async with client_of(Twins("x"), tokenizer) as client:
         body = {"prompt": "aa", "echo": True, "logprobs": 2, "max_tokens": 0}
         logprobs = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"][1] == {"a": -0.1}
-    assert logprobs["token_logprobs"][1] == -0.97
+    assert logprobs["top_logprobs"][1] == {"a": -0.125}
+    assert logprobs["token_logprobs"][1] == -0.75
