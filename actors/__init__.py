@@ -1,7 +1,7 @@
 """The processes of a server, as Ray's actors.
 
-Workers of Ray import this first, with the current folder first on their path. Imports of Callboard's packages find
-those beside this one from here on.
+Workers of Ray import this first, with the current folder first on their path. From here on, imports of Callboard's
+packages find the ones next to this one.
 """
 
 import os

@@ -42,7 +42,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import build_decoder
 from runtime.models.weights import read_from
 from runtime.quant.encodings import ENCODINGS, Encoding
-from runtime.quant.weight_format import Weight
+from runtime.quant.held_weight import HeldWeight, held_dense
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.sources import CheckpointSource
 
@@ -66,11 +66,11 @@ class RoundedSource(CheckpointSource):
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         read = read_from(self.checkpoint, spec, self.weight_map, numerics)
 
-        def rounded(parameter: str) -> Weight:
+        def rounded(parameter: str) -> HeldWeight:
             weight = read(parameter)
             if not parameter.endswith(".weight") or ".router." in parameter:
                 return weight
-            return (self.form.dequantize(self.form.encode(weight[0].float()), numerics.dtype),)
+            return held_dense(parameter, self.form.dequantize(self.form.encode(weight.dense.float()), numerics.dtype))
 
         return build_decoder(spec, numerics, max_model_len, rounded)
 
@@ -209,7 +209,7 @@ def main() -> None:
     hidden = needles(tokenizer, token_ids, args.needles) if args.needles else []
     limit = {"max_num_seqs": 1, "max_model_len": max(args.window, args.needles) + 64, "prefix_cache": False}
     known: list[Known] | None = None
-    rows: list[tuple[str, dict[str, Any]]] = []
+    perplexity = math.nan  # the reference's
     for label, settings, form in [
         ("reference", args.reference, None),
         *((variant, variant.split(","), None) for variant in args.variants),
@@ -222,31 +222,16 @@ def main() -> None:
             sums, said = score(model, windows, known, label)
             figures = sums.figures()
             if known is None:
-                known = said
+                known, perplexity = said, figures["perplexity"]
             else:
-                figures["perplexity_change"] = figures["perplexity"] / rows[0][1]["perplexity"] - 1
+                figures["perplexity_change"] = figures["perplexity"] / perplexity - 1
         if hidden:
             cases = tqdm(hidden, unit="needle", desc=label, leave=False)
             figures["needles"] = "".join("-+"[model.answer(prompt, len(want)) == want] for prompt, want in cases)
         results.add(config, variant=label, scored=sum(map(len, windows)) - len(windows), **figures)
-        rows.append((label, figures))
         del model
         gc.collect()
         torch.cuda.empty_cache()
-    print_table(rows)
-
-
-def print_table(rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """All figures beside each other; the reference does not differ from itself."""
-    print("| | perplexity | change | KL, nats | same likeliest token | needles |", "| --- " * 6 + "|", sep="\n")
-    for label, figures in rows:
-        cells = (("perplexity", ".4f"), ("perplexity_change", "+.2%"), ("kl", ".5f"), ("top1", ".2%"), ("needles", ""))
-        is_first = label == "reference"
-        shown = [
-            format(figures[name], form) if name in figures and not (is_first and name in ("kl", "top1")) else ""
-            for name, form in cells
-        ]
-        print(f"| {label} | {' | '.join(shown)} |")
 
 
 if __name__ == "__main__":

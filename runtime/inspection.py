@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.loading import folder
@@ -93,27 +94,30 @@ def _spec_of(path: Path) -> DecoderSpec:
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
-    of_keys = f"{spec.num_kv_heads} of keys and values"
-    if spec.latent is not None:
-        of_keys = f"latents of {spec.latent.rank} and rotary keys of {spec.latent.rope_dim} numbers"
-    if spec.has_two_shapes:
-        of_keys += f" (without a window {spec.full_heads.head_dim}, {spec.full_heads.num_kv_heads})"
-    if spec.shared_kv_layers:
-        of_keys += f", which {spec.shared_kv_layers} layers share"
+    mixers = sorted(spec.attentions.values(), key=lambda mixer: not mixer.window)  # with a window first
+    first, last, num_shared = mixers[0], mixers[-1], sum(mixer.kv_source is not None for mixer in mixers)
+    of_keys = f"{first.num_kv_heads} of keys and values"
+    if isinstance(first, LatentSpec):
+        of_keys = f"latents of {first.rank} and rotary keys of {first.rope_dim} numbers"
+    if last.cached != first.cached:
+        of_keys += f" (without a window {last.head_dim}, {last.num_kv_heads})"
+    if num_shared:
+        of_keys += f", which {num_shared} layers share"
+    dense = [layer.ffn.size for layer in spec.layers if layer.ffn.experts is None]
     parts = [
         f"{spec.num_layers} layers",
         f"width {spec.hidden_size}",
-        f"{spec.num_heads} heads of {spec.head_dim}, {of_keys}",
-        f"{'gated ' if spec.gated else ''}feed-forward {spec.ffn_size}",
+        f"{spec.num_heads} heads of {first.head_dim}, {of_keys}",
+        f"{'gated ' if spec.ffn.gated else ''}feed-forward {spec.ffn.size}",
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]
     if spec.layer_embed_size:
         parts.append(f"embeddings of layers of {spec.layer_embed_size}")
     if spec.experts:
-        if spec.dense_beside:
-            parts[3] += f", beside one of {spec.dense_ffn_size}"
-        if spec.dense_layers:
-            parts[3] += f", of the first {spec.dense_layers} layers {spec.dense_ffn_size}"
+        if spec.ffn.beside:
+            parts[3] += f", beside one of {spec.ffn.beside}"
+        if dense:
+            parts[3] += f", of the first {len(dense)} layers {dense[0]}"
         shared = f", and {spec.experts.shared} for all tokens" if spec.experts.shared else ""
         parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token{shared}")
     return f"{config['architectures'][0]}: {'; '.join(parts)}"
@@ -132,11 +136,13 @@ def _parameters(spec: DecoderSpec) -> str:
 def _positions(spec: DecoderSpec) -> str:
     if spec.learned_positions:
         return "learned positions"
-    text = f"RoPE {spec.rope.type}, base {spec.rope.theta:g}"
-    if any(spec.no_rope):
-        text += f", none in {sum(spec.no_rope)} of {spec.num_layers} layers"
-    if any(spec.sliding):
-        text += f"; {sum(spec.sliding)} of {spec.num_layers} layers see {spec.window} tokens"
+    mixers = sorted(spec.attentions.values(), key=lambda mixer: mixer.window)  # without a window first
+    rope = next((mixer.rope for mixer in mixers if mixer.rope.partial), mixers[0].rope)
+    text = f"RoPE {rope.type}, base {rope.theta:g}"
+    if num_bare := sum(not mixer.rope.partial for mixer in mixers):
+        text += f", none in {num_bare} of {spec.num_layers} layers"
+    if num_sliding := sum(mixer.window > 0 for mixer in mixers):
+        text += f"; {num_sliding} of {spec.num_layers} layers see {mixers[-1].window} tokens"
     return text
 
 
@@ -177,7 +183,8 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
     of_all = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token
     planned = planned_cache(config, spec, numerics)
     lasting = sum(group.bytes_per_token for group in planned.groups if group.window is None)
-    kept = "" if lasting == of_all else f"; beyond the last {spec.window} tokens {lasting:,} bytes"
+    window = max(group.window or 0 for group in planned.groups)
+    kept = "" if lasting == of_all else f"; beyond the last {window} tokens {lasting:,} bytes"
     if (states := planned.states) is not None:
         kept += f"; states of {len(states.layers)} layers, {states.bytes_per_state:,} bytes a request or snapshot"
     return f"{stored}, {of_all:,} bytes a token{kept}"

@@ -39,15 +39,15 @@ from serve_app.settings import HttpSettings, ModelSettings, ScalingSettings
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; replicas must survive a head that is cut off for 2 min
-_SHUTDOWN_POLL_S = 0.2  # between Serve's checks whether an ending replica still has requests
-_SHUTDOWN_MARGIN_S = 2.0  # for messages between the processes, beside the drain itself
+_SHUTDOWN_POLL_S = 0.2  # seconds between Serve's checks whether an ending replica still has requests
+_SHUTDOWN_MARGIN_S = 2.0  # time for messages between the processes, besides the drain itself
 
 
 def build_app(args: AppArgs) -> serve.Application:
     """Return the application for `serve run` and Serve's YAML files.
 
-    Raises CallboardError as `application_of` does, and if the only machine of a cluster cannot load the model. So
-    `serve run` shows one sentence instead of the traceback of a failed engine."""
+    Raises CallboardError as `application_of` does, and if a cluster's only machine cannot load the model. So
+    `serve run` shows one sentence instead of a failed engine's traceback."""
     with build_errors():
         models = args.model_settings()
         application = application_of(models, args.http_settings(), args.num_fronts)
@@ -60,12 +60,12 @@ def build_app(args: AppArgs) -> serve.Application:
 def application_of(
     models: Sequence[ModelSettings], settings: HttpSettings, num_fronts: int | None = None
 ) -> serve.Application:
-    """Return the application: fronts with HTTP, and the engines of each model behind them.
+    """Return the application: fronts with HTTP, and each model's engines behind them.
 
     Raises CallboardError if a value is out of range or the cluster lacks resources."""
     settings.check_extras()
     if not ray.is_initialized():
-        ray.init(namespace="serve")  # as `serve run` does later; the cluster's machines must be known here
+        ray.init(namespace="serve")  # `serve run` does so later; the cluster's machines must be known here
     machines = _machines_for(models)
     devices = [device_of(model.config, machines, model.accelerator_type) for model in models]
     if machines.can_grow:
@@ -98,21 +98,21 @@ def application_of(
             ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
             placement_group_bundles=[*model.bundles],
             placement_group_strategy="STRICT_PACK",
-            max_constructor_retry_count=1,  # a second load of a model would fail too
+            max_constructor_retry_count=1,  # a model's second load would fail too
         )
         start = model.config, gpu, settings.drain_timeout_s
         engines.append(with_version(engine, *start).bind(*start, model.scaling.sleeps))
     front = deployment(
-        serve.ingress()(Front),  # without an app: each replica builds its own, since apps cannot be pickled
+        serve.ingress()(Front),  # each replica builds its own app, since apps cannot be pickled
         "Front",
         [{"CPU": FRONT_CPUS}],
         num_replicas=num_fronts or default_fronts(machines, [m.scaling.most for m in models], gpus),
         ray_actor_options={"num_cpus": FRONT_CPUS},
         request_router_config=router_config(),
-        # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
+        # Higher than the engines' queue limit, which reports an error in OpenAI's shape.
         max_ongoing_requests=sum(m.scaling.most * m.config.max_queued_requests for m in models) + 4096,
     )
-    # Of the scaling, fronts use the sleep alone; the expected facts follow from the rest.
+    # Fronts use only the sleep setting of the scaling; the expected facts follow from the rest.
     used = [replace(m, scaling=ScalingSettings(idle_sleep=m.scaling.idle_sleep), expected=None) for m in models]
     application: serve.Application = with_version(front, used, settings).bind(models, settings, engines)
     return application

@@ -1,4 +1,4 @@
-"""The arguments of an application in Serve: the fields of all settings, read from words or a YAML file.
+"""An application's arguments in Serve: all settings' fields, read from words or a YAML file.
 
 No `from __future__ import annotations` here: pydantic reads the types at run time.
 """
@@ -49,14 +49,14 @@ class _ServeArgs(BaseModel):
             return validate(values)
 
     def model_settings(self) -> tuple[ModelSettings, ...]:
-        """Return the models of the application; raises CallboardError if a value is out of range."""
+        """Return the application's models; raises CallboardError if a value is out of range."""
         each = [self._of_model(entry) for entry in self.models] or [self]
         models = ModelSettings.of_all([(args.engine_config(), args.served_model_name, args.scaling()) for args in each])
         types = [args.accelerator_type for args in each]
         return tuple(replace(model, accelerator_type=kind) for model, kind in zip(models, types, strict=True))
 
     def _of_model(self, entry: dict[str, Any]) -> Self:
-        """Return the settings of an entry of `models`; those outside apply to all models."""
+        """Return the settings of an entry in `models`; settings outside apply to all models."""
         names = {f.name for config in (EngineConfig, ScalingSettings) for f in fields(config)}
         names |= {"served_model_name", "accelerator_type"}
         for name in entry:

@@ -44,13 +44,13 @@ def build_http_app(
     kill: Kill | None = None,
     echo_request_ids: bool = True,
 ) -> Starlette:
-    """Return the application with all routes; each reports errors in the shape of its API.
+    """Return the application with all routes; each reports errors in its API's shape.
 
-    A single service is a table of one model.
-    By default `stored` holds responses of this application alone, and batches do not run. `kill` ends a process for
+    A single service is a table with one model.
+    By default `stored` holds only this application's responses, and batches do not run. `kill` ends a process for
     /chaos. `echo_request_ids` is false under Serve, which adds X-Request-Id itself.
 
-    Raises CallboardError if the file of API keys cannot be read."""
+    Raises CallboardError if the API key file cannot be read."""
     models = served if isinstance(served, Models) else Models([served])
     settings = settings or HttpSettings()
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())

@@ -41,7 +41,7 @@ def _run(argv: list[str] | None) -> int:
     except BrokenPipeError:  # `callboard generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as e:  # of a file or a connection that the user named
+    except OSError as e:  # from a file or a connection that the user named
         where = "" if e.filename is None else f" ({e.filename})"
         print(f"callboard: {e.strerror or e}{where}; check the path, its permissions and its disk.", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The replica of Serve with HTTP, text and tokens, for all models of an application."""
+"""The Serve replica with HTTP, text and tokens, for all models in an application."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ class Front(HandleCalls):
         )
         self._routes, self._callers, self._turns = self._app.router, Callers(), Turns()
         self._start = asyncio.create_task(self._connect(models))
-        if await has_healthy_engine(engines_of(app_name)):  # of any model
+        if await has_healthy_engine(engines_of(app_name)):  # any model's engine
             await self._start
 
     def _service_of(self, model: ModelSettings, grammars: GrammarCompiler) -> Service:
         config, (name, *aliases), settings = model.config, model.names, self._settings
-        draft = Path(config.draft).name if config.draft else None  # without its folder
+        draft = Path(config.draft).name if config.draft else None  # the name without its folder
         group = self._groups[name]
         sleep = ModelSleep(group, model.scaling.idle_sleep, partial(self._room.wait_of, name))
         service = Service(group, None, name, draft, aliases, config, grammars, sleep)
@@ -196,9 +196,9 @@ class Front(HandleCalls):
         return await asyncio.to_thread(find)  # a child process runs the template
 
     async def drain(self, reason: str) -> int:
-        """Refuse new requests from now on, for `reason`, and return the number of live ones, which go on.
+        """Refuse new requests from now on, for `reason`, and return the number of live ones, which continue.
 
-        Requests of batches end here; the next front that runs the batch sends them again."""
+        Batch requests end here; the next front that runs the batch sends them again."""
         self._batches.stop()
         self._is_leaving = True
         return sum(group.drain(reason) for group in self._groups.values())
@@ -209,9 +209,9 @@ class Front(HandleCalls):
             group.end(reason)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Answer a request of another Ray job; docs/handle_call.py shows a caller.
+        """Answer another Ray job's request; docs/handle_call.py shows a caller.
 
-        `body` is that of /v1/completions or, with messages, of /v1/chat/completions. Yields {"index", "text",
+        `body` is for /v1/completions or, with messages, for /v1/chat/completions. Yields {"index", "text",
         "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
         call = current_call()
         content = encoded(body)

@@ -1,4 +1,4 @@
-"""Methods of the application's Serve handle with the bodies and the answers of the HTTP API."""
+"""The application's Serve handle: methods with the HTTP API's bodies and answers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from serve_app.http import in_process
 from serve_app.protocol.errors import ApiError, api_error
 
 _LATER = (429, 503)  # the engines are busy, loading or restarting
-_STATUSES = {"invalid_request_error": 400, "rate_limit_error": 429, "request_aborted": 499}  # of errors in streams
+_STATUSES = {"invalid_request_error": 400, "rate_limit_error": 429, "request_aborted": 499}  # of stream errors
 
-_ITEM_S = 0.002  # between two items of all streams
-_LONGEST_S = 0.1  # between two items of one stream
+_ITEM_S = 0.002  # seconds between two items, over all streams
+_LONGEST_S = 0.1  # seconds between two items of one stream
 
 Answer = dict[str, Any]
 
@@ -37,7 +37,7 @@ class CallError(ApiError, ValueError):
 
 
 class Turns:
-    """Limits the items that all streams of a front yield together, since Ray takes 0.5 ms of CPU for each.
+    """Limits the items that a front's streams yield together, since Ray takes 0.5 ms of CPU for each.
 
     Tokens that come before their stream's turn share its next item."""
 
@@ -67,7 +67,7 @@ class HandleCalls:
     chunks if the body has "stream": true, else the whole answer alone. Raises CallError. A call waits while no engine
     can take it, as Serve's handles wait for a replica."""
 
-    _routes: ASGIApp  # without handlers of errors
+    _routes: ASGIApp  # routes without error handlers
     _callers: Callers
     _turns: Turns
     _is_leaving = False  # True if this replica takes no new calls
@@ -158,7 +158,7 @@ async def _posted(
             for line in piece.split(b"\n"):
                 if line.startswith(b"data: {"):
                     yield _checked(msgspec.json.decode(line[6:]))
-        await task  # raises the error of a route without an answer
+        await task  # raises the error if a route has not answered
 
 
 def _checked(event: Answer) -> Answer:

@@ -26,7 +26,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
 from serve_app.settings import ScalingSettings
 
-_REPORTS_S = 1.0  # between two reports of an engine to the scaling policy
+_REPORTS_S = 1.0  # seconds between an engine's reports to the scaling policy
 _LOOK_BACK_S = 3.0
 _LEAST_REQUESTS = 0.001  # reported by an engine that may not end, so that Serve's own policy keeps one
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class EngineHost:
-    """One Serve replica: the supervisor of one engine, with a placement group of its own."""
+    """One Serve replica: the supervisor of one engine, with its own placement group."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, gpu: bool, drain_timeout_s: float, sleeps: bool
@@ -43,7 +43,7 @@ class EngineHost:
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         report_own_requests()
         self._refused: str | None = None
-        self._num_live = 0.0  # requests of the engine, as of its last report
+        self._num_live = 0.0  # the engine's requests at its last report
         with one_sentence():
             check_options(ServePolicy.__name__, sleeps)
             context = serve.get_replica_context()
@@ -106,7 +106,7 @@ def replica_count(scaling: ScalingSettings) -> dict[str, Any]:
         max_replicas=scaling.most,
         policy=policy,
         metrics_interval_s=_REPORTS_S,
-        # Serve's own rule, which starts the first replica, counts the calls of this period.
+        # Serve's own rule, which starts the first replica, counts the calls in this period.
         look_back_period_s=_LOOK_BACK_S,
         # The policy has all delays.
         upscale_delay_s=0,

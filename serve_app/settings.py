@@ -1,4 +1,4 @@
-"""Settings of the front door and of the number of engines: frozen, and checked once."""
+"""Settings for the front door and the number of engines: frozen, and checked once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ScalingSettings:
         return self.num_replicas if self.max_replicas is None else self.max_replicas
 
 
-ENGINES = "Engine"  # the deployment of the first model's engines; names of the others begin with it
+ENGINES = "Engine"  # the deployment of the first model's engines; the other names begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ class ModelSettings:
     config: EngineConfig
     names: tuple[str, ...]
     scaling: ScalingSettings
-    deployment: str = ENGINES  # of its engines
-    bundles: tuple[dict[str, float], ...] = ()  # the placement group of an engine
+    deployment: str = ENGINES  # its engines' deployment
+    bundles: tuple[dict[str, float], ...] = ()  # an engine's placement group
     expected: ModelInfo | None = None  # facts before its first engine; None if it never sleeps
-    accelerator_type: str | None = None  # of its engines' GPUs, as Ray names it; None for any
+    accelerator_type: str | None = None  # its engines' GPUs, as Ray names them; None for any
 
     @classmethod
     def of_all(cls, models: Sequence[tuple[EngineConfig, tuple[str, ...], ScalingSettings]]) -> tuple[Self, ...]:
-        """Return the models of an application from their settings and given names; the first is the default one.
+        """Return an application's models from their settings and given names; the first is the default one.
 
-        Raises CallboardError if two of them share a name."""
+        Raises CallboardError if two models share a name."""
         found: list[Self] = []
         owners: dict[str, EngineConfig] = {}
         for config, given, scaling in models:

@@ -79,3 +79,22 @@ def test_sentences_are_in_plain_english():
     assert more == {}, "list the sentences: python -m tests.support.plain_english FILE"
     fewer = {name: f"{found.get(name, 0)} < {allowed[name]}" for name in allowed if found.get(name, 0) < allowed[name]}
     assert fewer == {}, "lower the allowance: python -m tests.support.plain_english --write"
+
+
+def test_genitives_become_rarer():
+    """No package has more genitive chains, or much fewer, than its allowance, so their number can only fall."""
+    rates, allowed = plain_english.genitive_rates(), plain_english.genitive_allowance()
+    more = [
+        f"{name}, {rule}: {rate} > {allowed.get(name, {}).get(rule, 0)}"
+        for name in rates
+        for rule, rate in rates[name].items()
+        if rate > allowed.get(name, {}).get(rule, 0)
+    ]
+    assert more == [], "list the sentences: python -m tests.support.plain_english FOLDER"
+    fewer = [
+        f"{name}, {rule}: {rates.get(name, {}).get(rule, 0)} < {limit}"
+        for name in allowed
+        for rule, limit in allowed[name].items()
+        if rates.get(name, {}).get(rule, 0) < 0.8 * limit - 10
+    ]
+    assert fewer == [], "lower the allowance: python -m tests.support.plain_english --write"

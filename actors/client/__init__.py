@@ -1,12 +1,12 @@
-"""The client for other jobs of the same Ray: rollouts, scores and new weights, without HTTP.
+"""The client for other jobs in the same Ray: rollouts, scores and new weights, without HTTP.
 
-    client            RolloutClient: blocking calls and iterators over an event loop of its own
-    batch             the requests of one call in flight, and the rollouts that have ended
+    client            RolloutClient: blocking calls and iterators over its own event loop
+    batch             one call's requests in flight, and the rollouts that have ended
     rollout           Rollout: one finished output
-    engines           finds the engines of an application; streams that are read once, at their end
+    engines           finds an application's engines; streams that are read once, at their end
     join              connects the process to the running Ray
-    loop_thread       the thread of the event loop
-    weight_sources    the parts of a weight update from what a trainer has: tensors, objects, files, actors
+    loop_thread       the event loop's thread
+    weight_sources    a weight update's parts from what a trainer has: tensors, objects, files, actors
 
 docs/rollouts.md has examples.
 """

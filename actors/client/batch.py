@@ -1,4 +1,4 @@
-"""Batch: the requests of one call, a limited number of them in flight, and their results as they end.
+"""Batch: one call's requests, a limited number in flight, and their results as they end.
 
 A batch runs on the client's event loop. The caller's iterator of prompts runs in a helper thread, because it may block.
 Each prompt is sent when it comes.
@@ -24,8 +24,8 @@ from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.base.plain_values import integer
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # before a refused request is sent again
-_GIVE_UP_S = 600.0  # of refusals with nothing in flight, before a refused request fails
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # pause before a refused request is sent again
+_GIVE_UP_S = 600.0  # refusals with nothing in flight, before a refused request fails
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class _Prompts:
         self._jobs, self._on_news, self._loop = jobs, on_news, asyncio.get_running_loop()
         self._permits: SimpleQueue[None] = SimpleQueue()
         self._num_permits = self._num_read = 0
-        self.next: deque[Job] = deque()  # of the prompts that have come
+        self.next: deque[Job] = deque()  # jobs for the prompts that have come
         self.is_exhausted = self._is_closed = self._has_news = False
-        self.error: Exception | None = None  # of the iterator
+        self.error: Exception | None = None  # the iterator's error
         threading.Thread(target=self._read, name="prompts", daemon=True).start()
 
     @property
@@ -119,9 +119,9 @@ class Batch(Generic[Result]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._cap = math.inf  # requests in flight that the engines' queues take, by the last refusal
-        self._refused_since: float | None = None  # with no other request in flight; None if not refused
+        self._refused_since: float | None = None  # refused since, with nothing else in flight; None if not refused
         self._num_delivered = 0
-        self._error: BaseException | None = None  # of a result
+        self._error: BaseException | None = None  # a result's error
         self.num_read = 0  # results that the caller has read; set by its thread
         self.waits_for_reader = False
 
@@ -139,12 +139,12 @@ class Batch(Generic[Result]):
             error: BaseException | None = CallboardError("The client was closed before its rollouts had ended.")
         else:
             error = running.exception()
-        with suppress(RuntimeError):  # the loop of the reader has ended
+        with suppress(RuntimeError):  # the reader's loop has ended
             self._deliver(BatchEnd(error))
 
     @property
     def _limit(self) -> int:
-        """Without a limit of the caller, enough requests wait in the engines that none of their places stays empty."""
+        """Without the caller's limit, enough requests wait in the engines that all places stay filled."""
         most = self._max_in_flight or max(1, self._group.num_places * 5 // 4)
         return most if most < self._cap else int(self._cap)
 
@@ -262,7 +262,7 @@ class Results(Iterator[Result]):
         """Abort the requests that have not ended."""
         if not self._has_ended:
             self._has_ended = True
-            self._items.put(BatchEnd(None))  # for a reader in another thread
+            self._items.put(BatchEnd(None))  # wakes a reader in another thread
             with suppress(RuntimeError):  # the loop has ended
                 self._running.cancel()
 

@@ -1,7 +1,7 @@
-"""RolloutClient: an application's engines for another job of the same Ray.
+"""RolloutClient: an application's engines for another job in the same Ray.
 
-The client is a front of its own (actors/front): it opens a socket to each engine and sends token ids. An engine sends
-it one frame a step for all its streams. So tokens use neither HTTP nor calls of Ray, and streams outlive engines (C8).
+The client is itself a front (actors/front): it opens a socket to each engine and sends token ids. An engine sends
+it one frame a step for all its streams. So tokens use neither HTTP nor Ray calls, and streams outlive engines (C8).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from runtime.core.requests import SEED_MASK, requests_of
 
 Prompt = Sequence[int]
 
-_SETTLED_S = 5.0  # for the Status with new weights, which an engine sends before its answer
+_SETTLED_S = 5.0  # wait for the Status with new weights, which an engine sends before its answer
 _POLL_S = 0.001
 _NEW_ENGINE_S = 5.0  # until a new engine is found; no front announces it here
 _MISSING = object()
@@ -54,12 +54,12 @@ class RolloutOptions(TypedDict, total=False):
     """Options of `generate` and its relatives."""
 
     n: int  # choices of each prompt; default: 1
-    # Of the first choice of each prompt. A number gives each prompt a seed of its own. Default: params.seed for all
+    # The seed of each prompt's first choice. A number gives each prompt its own seed. Default: params.seed for all
     # prompts, or random ones.
     seeds: int | Iterable[int]
     max_in_flight: int  # requests in the engines at once; default: what they compute at once and a fourth more
     max_unread: int  # rollouts that wait for the caller before no more requests are sent; default: 4 * max_in_flight
-    min_weight_version: str | int  # requests wait for engines with this version of the weights or a newer one
+    min_weight_version: str | int  # requests wait for engines with this weight version or a newer one
     adapter: str  # a name that the application serves; default: the model itself
     cache_salt: str  # requests share cached blocks only under the same salt
     priority: int  # lower is served first; default: 0
@@ -78,7 +78,7 @@ class RolloutClient:
     def connect(cls, application: str | None = None, *, timeout_s: float = 300.0) -> RolloutClient:
         """Connect to the engines of an application, and wait until one has loaded its model.
 
-        `application` is its name in Ray Serve; None stands for the only one of this Ray. Raises CallboardError after
+        `application` is its name in Ray Serve; None stands for the only one in this Ray. Raises CallboardError after
         the timeout, or if several applications could be meant."""
         join_ray()
         directory = OneModelDirectory(find_engines(application, timeout_s), _NEW_ENGINE_S)
@@ -125,13 +125,13 @@ class RolloutClient:
     def generate_list(
         self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
     ) -> list[Rollout]:
-        """Return all rollouts of prompts, in the order of the prompts and choices."""
+        """Return the prompts' rollouts, in the order of prompts and choices."""
         return sorted(self.generate(prompts, params, **options), key=lambda r: (r.index, r.choice))
 
     def generate_groups(
         self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
     ) -> Iterator[list[Rollout]]:
-        """Yield the `n` rollouts of each prompt in the order of their choices, when the last of them has ended."""
+        """Yield each prompt's `n` rollouts in the order of their choices, when the last has ended."""
         groups: dict[int, list[Rollout]] = {}
         for rollout in self.generate(prompts, params, **options):
             group = groups.setdefault(rollout.index, [])
@@ -142,7 +142,7 @@ class RolloutClient:
     async def stream(
         self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
     ) -> AsyncIterator[Rollout]:
-        """Yield the rollouts of `generate` to a caller on an event loop of its own."""
+        """Yield the rollouts of `generate` to a caller on its own event loop."""
         batch = self._batch(prompts, params or SamplingParams(), **options)
         items: asyncio.Queue[Rollout | BatchEnd] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -167,9 +167,9 @@ class RolloutClient:
         adapter: str = "",
         max_in_flight: int | None = None,
     ) -> list[list[float]]:
-        """Return the log-probability of each token of each sequence after its first one.
+        """Return the log-probability of each sequence's tokens after the first one.
 
-        `prompt_lens` has the length of each prompt. Tokens after it are computed as when they were sampled, so that
+        `prompt_lens` has each prompt's length. Tokens after it are computed as when they were sampled, so that
         their log-probabilities have the same bits in deterministic mode. Raises CallboardError if a sequence cannot be
         scored."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -226,10 +226,10 @@ class RolloutClient:
         def jobs() -> Iterator[list[Job]]:
             for index, (prompt, seed, prompt_len) in enumerate(given):
                 names = (f"rollout-{batch}.{index}-{choice}" for choice in range(n))
-                of_prompt = params if seed is None else replace(params, seed=seed)
+                prompt_params = params if seed is None else replace(params, seed=seed)
                 token_ids, error = _checked(prompt, info)
                 requests = requests_of(
-                    names, token_ids, of_prompt, n, priority=priority, cache_salt=cache_salt, adapter=digest
+                    names, token_ids, prompt_params, n, priority=priority, cache_salt=cache_salt, adapter=digest
                 )
                 if prompt_len is not None and not error:
                     length = integer(prompt_len, f"prompt_lens[{index}]", 1, len(token_ids))
@@ -274,20 +274,20 @@ class RolloutClient:
         method: str = "weights",
         tensors: Iterable[tuple[str, str, Sequence[int]]] | None = None,
     ) -> str:
-        """Replace weights on all engines or on none, and return the name of the new version.
+        """Replace weights on all engines or on none, and return the new version's name.
 
         Steps continue while the tensors travel. Then running requests continue with the new weights.
 
         Args:
 
-            source       a state dict, an ObjectRef of one or a list of these, an actor, or a path: of safetensors, on
-                         the engines' nodes; other tensors of the model keep their values
+            source       a state dict, an ObjectRef of one or a list of these, an actor, or a safetensors path on
+                         the engines' nodes; the model's other tensors keep their values
             version      its name; None for the number of updates so far
-            kv           "recompute" or "keep" the keys and values of running requests; None for the choice of `pause`
+            kv           "recompute" or "keep" running requests' keys and values; None for the choice of `pause`
             wait_stored  return when restarted engines would have the version, too
-            transport    of a state dict: "ipc" if its tensors are on the GPU of the engine's only rank
-            method       of an actor: gets a list of slices, and returns their tensors
-            tensors      of an actor: (name, dtype, shape) each; None to call its method `weight_list`"""
+            transport    a state dict's: "ipc" if its tensors are on the GPU of the engine's only rank
+            method       an actor's: gets a list of slices, and returns their tensors
+            tensors      an actor's: (name, dtype, shape) each; None to call its method `weight_list`"""
         name = None if version is None else _version_name(version, "version")
         start = Start()
         self._weights(start)
@@ -304,7 +304,7 @@ class RolloutClient:
         return new
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Serve the adapter (LoRA) that PEFT has written to a folder of all nodes, in place of the one with this name.
+        """Serve the adapter (LoRA) that PEFT has written to a folder on all nodes, in place of the one with this name.
 
         Other requests are not affected. Raises CallboardError if an engine cannot load it: then none serves it."""
         self._thread.call(self._group.adapters.load(name, folder))
@@ -339,10 +339,10 @@ def _version_name(version: str | int, field: str) -> str:
 
 
 def _aligned(prompts: Iterable[Any], **lists: Iterable[Any] | None) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over each prompt with its integer of each list, or with None.
+    """Return an iterator over each prompt with its integer from each list, or with None.
 
-    Raises CallboardError at once for lists of another length than the prompts, and the iterator when an iterable ends
-    before them."""
+    Raises CallboardError at once for lists that differ from the prompts in length, and the iterator when an iterable
+    ends before them."""
     for field, values in (("prompts", prompts), *lists.items()):
         if values is not None and not isinstance(values, Iterable):
             raise CallboardError(f"{field} is {values!r}; it must be a list or another iterable.")

@@ -14,9 +14,9 @@ from actors.ray.names import living_actors
 from actors.wire.engine_client import ignore_engine
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 
-_ENGINE = "/engine/"  # in the names of engines, after the application
+_ENGINE = "/engine/"  # follows the application in engine names
 _POLL_S = 0.5
-_REPLACED_S = 5.0  # without an engine of the model, before engines of another model count
+_REPLACED_S = 5.0  # time without the model's engines, before another model's engines count
 
 
 class _WholeStream(ClientStream):
@@ -52,7 +52,7 @@ class RolloutGroup(EngineGroup):
         """Return the whole output of a request at its end. A cancelled call aborts the request.
 
         Raises EngineRefusal if it is refused, and CallboardError if it fails otherwise."""
-        if self._draining is not None:  # for ever: see OneModelDirectory
+        if self._draining is not None:  # refused for ever: see OneModelDirectory
             raise CallboardError(self._draining)
         stream = _WholeStream(request)
         with self.adapters.stream_of(request.adapter):
@@ -92,7 +92,7 @@ class OneModelDirectory(RayDirectory):
 
 
 def find_engines(application: str | None, timeout_s: float) -> str:
-    """Wait for an engine, and return the prefix of the names of its application's engines.
+    """Wait for an engine, and return the name prefix of its application's engines.
 
     While two models are being swapped, the newest engine's model counts. Raises CallboardError after the timeout, or if
     `application` is None and there are several."""

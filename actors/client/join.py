@@ -1,4 +1,4 @@
-"""Joins the Ray that runs: of `callboard serve`, of `serve run`, or a cluster."""
+"""Joins the Ray that runs: started by `callboard serve` or `serve run`, or a cluster."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def join_ray() -> None:
     host, _, port = address_to_join().rpartition(":")
     node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     if host in _LOOPBACK and not _answers(node, port):
-        # The Ray of `callboard serve`. A process that has imported Ray takes it for the end of a cluster, and would
-        # look for it at the machine's other address.
+        # The Ray that `callboard serve` started. A process that has imported Ray takes it for a cluster's end, and
+        # would look for it at the machine's other address.
         for name, value in SINGLE_MACHINE.items():
             os.environ.setdefault(name, value)
         join_on_loopback()

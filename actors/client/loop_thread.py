@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
-        import uvloop  # Serve brings it; frames of the engines cost half as much with it
+        import uvloop  # Serve brings it; engines' frames cost half as much with it
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
@@ -36,7 +36,7 @@ class LoopThread:
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self.loop.run_until_complete(asyncio.sleep(0))  # the futures of other threads follow their tasks
+        self.loop.run_until_complete(asyncio.sleep(0))  # other threads' futures follow their tasks
         self.loop.close()
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:

@@ -12,15 +12,15 @@ from runtime.base.types import FinishReason, TokenLogprobs
 class Rollout:
     """One choice of one prompt, after its end."""
 
-    index: int  # of the prompt, in the order of the call
+    index: int  # the prompt's index, in the call's order
     choice: int  # 0 to n - 1
     prompt_token_ids: list[int]  # shared by all choices of the prompt
     seed: int  # repeats this choice, as the seed of a request with one choice
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     stop_token_id: int | None = None  # the stop id that ended it; None otherwise
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the raw distribution; one a token, if requested
-    # (index of a token, version of the weights from there on), rising; empty without weight_updates
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the raw distribution; one a token, if requested
+    # (token index, weight version from there on), rising; empty without weight_updates
     weight_versions: Sequence[tuple[int, str]] = ()
     routed_experts: bytes | None = None  # int16 [tokens, layers, top_k]; None if not requested
     num_cached: int = 0  # prompt tokens from the prefix cache
@@ -28,7 +28,7 @@ class Rollout:
 
     @property
     def sampling_logprobs(self) -> list[float]:
-        """The log-probability of each token under the distribution that it was drawn from.
+        """Each token's log-probability under the distribution that it was drawn from.
 
         The request must have `sampling_logprobs`. This is the denominator of importance ratios."""
         return [entry.sampling_logprob for entry in self.logprobs if entry.sampling_logprob is not None]

@@ -1,6 +1,6 @@
-"""The parts of a weight update, from what a trainer has: tensors, objects of Ray, files, or an actor.
+"""A weight update's parts, from what a trainer has: tensors, Ray objects, files, or an actor.
 
-A trainer that is an actor can use `put_weights`, or `weight_list` and `weight_slices` in methods of the same purpose.
+A trainer that is an actor can use `put_weights`, or `weight_list` and `weight_slices` in methods with the same purpose.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from runtime.updates.update_info import part_of_json
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_OBJECT_BYTES = 256 << 20  # of an object with several tensors: the object store needs room for two
+_OBJECT_BYTES = 256 << 20  # an object with several tensors: the object store needs room for two
 _TWO_SIDED = ("GLOO", "NCCL")  # a trainer could join one rank for life, since a process has one such group
 
 # A state dict; an object with one, or several; safetensors files or folders of them; an actor.
 Source = Mapping[str, Any] | ray.ObjectRef | Sequence[ray.ObjectRef] | str | Path | Sequence[str | Path] | ActorHandle
-Transport = Literal["objects", "ipc"]  # of a state dict: Ray's object store, or handles of its GPU memory
+Transport = Literal["objects", "ipc"]  # a state dict travels by Ray's object store, or by handles of its GPU memory
 
 
 def parts_of(
@@ -36,13 +36,13 @@ def parts_of(
     method: str,
     tensors: Iterable[tuple[str, str, Sequence[int]]] | None,
 ) -> Iterator[SentPart]:
-    """Yield the parts of an update in order. Each needs its tensors only until the next is requested.
+    """Yield an update's parts in order. Each needs its tensors only until the next is requested.
 
-    An actor's `method` returns the tensors of a list of slices, as `weight_slices` does. `tensors` has the result of
-    its `weight_list`; None calls it."""
+    An actor's `method` returns the tensors for a list of slices, as `weight_slices` does. `tensors` has what
+    its `weight_list` returned; None calls it."""
     if isinstance(source, ActorHandle):
-        if (of_method := getattr(getattr(source, method), "_tensor_transport", None)) in _TWO_SIDED:
-            text = f"The method {method!r} has tensor_transport={of_method!r}, which serves one group of processes"
+        if (two_sided := getattr(getattr(source, method), "_tensor_transport", None)) in _TWO_SIDED:
+            text = f"The method {method!r} has tensor_transport={two_sided!r}, which serves one group of processes"
             raise CallboardError(f"{text}; leave it out, or take a one-sided one such as 'nixl'.")
         listed = ray.get(source.weight_list.remote()) if tensors is None else tensors
         infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in listed]
@@ -78,12 +78,12 @@ def put_weights(tensors: Mapping[str, Any]) -> list[ray.ObjectRef]:
 
 
 def weight_list(tensors: Mapping[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return name, dtype and shape of the tensors of a state dict."""
+    """Return name, dtype and shape of a state dict's tensors."""
     return [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
 
 
 def weight_slices(tensors: Mapping[str, Any], slices: Sequence[Slice]) -> list[Any]:
-    """Return a tensor for each slice (name, dimension, start, stop) of a state dict; dimension None means all of it."""
+    """Return a tensor for each slice (name, dimension, start, stop) of a state dict; dimension None means all."""
     found = []
     for name, dim, start, stop in slices:
         tensor = tensors[name].detach()

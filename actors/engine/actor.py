@@ -26,8 +26,8 @@ from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
 from runtime.base.config import EngineConfig, ModelInfo
 
-_CHECK_S = 1.0  # between checks of the runners, the steps and the draft
-_LOADING_S = 1.0  # between reports of progress to a front that waits for the model
+_CHECK_S = 1.0  # seconds between checks of the runners, the steps and the draft
+_LOADING_S = 1.0  # seconds between progress reports to a front that waits for the model
 
 
 class EngineActor:
@@ -52,7 +52,7 @@ class EngineActor:
         self.runners = RunnerGroup(config, group, gpu)
         self.draft = DraftKeeper(config, group, gpu, drafts_of(model)) if config.has_draft_model else None
         self._loaded = asyncio.Event()
-        self._keep_s = -1.0  # as in Idleness
+        self._keep_s = -1.0  # see Idleness
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that failed."""
@@ -128,7 +128,7 @@ class EngineActor:
         return len(self._loop.core.scheduler.requests) if self._loaded.is_set() else 0
 
     async def phases(self) -> list[str]:
-        """Return the startup log of the runner of rank 0: its phases in seconds, and its memory plan."""
+        """Return rank 0's startup log: its phases in seconds, and its memory plan."""
         lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
         return lines
 

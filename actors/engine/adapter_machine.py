@@ -1,8 +1,8 @@
-"""The adapters (LoRA) of one engine, as a state machine: events in, actions out; no thread, no clock, no I/O.
+"""One engine's adapters (LoRA), as a state machine: events in, actions out; no thread, no clock, no I/O.
 
 A *name* means the adapter in a folder until a front sends a newer entry. A *place* is an index on the devices that
-holds one adapter, identified by the digest of its files. A place is wanted while a name means it, a front has streams
-of it on any engine, or a request here uses it.
+holds one adapter, identified by the digest of its files. A place is wanted while a name means it, a front has its
+streams on any engine, or a request here uses it.
 
     state of a place   the runners     requests for it            next state
     -----------------  --------------  -------------------------  ------------------------------------------------------
@@ -23,10 +23,10 @@ of it on any engine, or a request here uses it.
     restored           the fresh runners refused a place          End its requests; its names get an error
     fell_asleep        the engine sleeps                          places stay; new ones stay WAITING; never Rebuild
     woke_up            the same runners are awake                 Load each WAITING place
-    hold_ended         fronts know the successor of a name        the name no longer wants its former adapter
+    hold_ended         fronts know a name's successor             the name no longer wants its former adapter
     unused             requests may have ended                    free the unwanted places
 
-Each Load carries the generation of the runners, the number of their starts. A load counts only if its generation is
+Each Load carries the runners' generation, the number of their starts. A load counts only if its generation is
 still current. So the living runners have the adapter of every open place.
 """
 
@@ -41,14 +41,14 @@ from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from runtime.base.types import CallboardError
 from runtime.features.adapter_table import AdapterTable, not_loaded
 
-MAX_LOSSES = 3  # of runners while they load an adapter; it may be the cause
+MAX_LOSSES = 3  # runner losses during an adapter's load; it may be the cause
 
 
 class Read(NamedTuple):
     """Read the files in a folder; the answer is `read`."""
 
     path: str
-    digest: str = ""  # the required digest of the files; empty for an entry
+    digest: str = ""  # the files' required digest; empty for an entry
     entry: AdapterEntry | None = None  # None if only fronts need the adapter
 
 
@@ -107,13 +107,13 @@ class _Place:
     path: str
     state: _State = _State.WAITING
     is_announced: bool = False  # fronts may send requests for it: it is ready, or will be after the wake-up
-    num_losses: int = 0  # of runners while they loaded it
+    num_losses: int = 0  # runner losses while it was loaded
 
 
 @dataclass(slots=True)
 class _Name:
     entry: AdapterEntry
-    digest: str = ""  # of its adapter; after an unload, of the former one; empty until the files are read
+    digest: str = ""  # its adapter's digest; the former one's after an unload; empty until the files are read
     error: str = ""
     held: str = ""  # digest of its previous adapter; see AdapterState
     is_held_back: bool = False  # Hold was sent
@@ -133,14 +133,14 @@ class AdapterMachine:
         settings: names of the command line; their entries are never dropped."""
         self._table, self._uses, self._settings = table, uses, frozenset(settings)
         self._names: dict[str, _Name] = {}
-        self._places: dict[str, _Place] = {}  # by digest
-        self._needs: dict[Hashable, dict[str, str]] = {}  # folders by digest, of each front
-        self._errors: dict[str, str] = {}  # of needed adapters that failed to load, by digest
+        self._places: dict[str, _Place] = {}  # places by digest
+        self._needs: dict[Hashable, dict[str, str]] = {}  # each front's folders by digest
+        self._errors: dict[str, str] = {}  # errors of needed adapters that failed to load, by digest
         self._reading: set[Read] = set()
         self._leaving: list[int] = []  # indices that only running requests use
         self._has_runners, self._is_asleep = True, False
         self.generation = 1
-        self.states: dict[str, AdapterState] = {}  # by name; a state that did not change stays the same object
+        self.states: dict[str, AdapterState] = {}  # states by name; a state that did not change remains the same object
         self.kept: dict[str, str] = {}  # folders of READY places, by digest: resumed streams may use them
 
     # ---- events -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The number of engines that an application needs: a policy of their load, and its shell for Serve.
+"""The number of engines that an application needs: a policy over their load, and its shell for Serve.
 
-The policy is pure: it maps figures of the engines and a time to a number of engines. Serve pickles this module by value
+The policy is pure: it maps engine figures and a time to a number of engines. Serve pickles this module by value
 into its controller, which may lack our packages. So the module imports only the standard library.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from runtime.policy.engine_load import EngineLoad
 
 MAX_PROMPT_WAIT_S = 2.0  # the waiting prompts should be computed within this
-MAX_ROW_SHARE = 0.8  # of an engine's rows
-MAX_BLOCK_SHARE = 0.9  # of an engine's KV blocks
-# Engines end if the others would use at most this share of the limits above: 60 % of their rows.
+MAX_ROW_SHARE = 0.8  # share of an engine's rows
+MAX_BLOCK_SHARE = 0.9  # share of an engine's KV blocks
+# Engines end if the others would use at most this share of the limits above: 60 % of the rows.
 SCALE_IN_SHARE = 0.75
 
 
@@ -29,7 +29,7 @@ SCALE_IN_SHARE = 0.75
 class EngineFigures:
     """The load and the limits of one engine."""
 
-    queued_tokens: float  # of prompts, still to be computed
+    queued_tokens: float  # prompt tokens still to be computed
     prefill_rate: float  # prompt tokens a second; 0 if unknown
     num_live: float  # requests that run or wait
     max_rows: float  # requests that can run at a time
@@ -142,12 +142,12 @@ class ScalingPolicy:
 
 
 def _ceil(value: float) -> int:
-    return math.ceil(value - 1e-9)  # a sum of floats may be slightly above an integer
+    return math.ceil(value - 1e-9)  # floats may add up to slightly above an integer
 
 
 # ---- Serve's side ----------------------------------------------------------------------------------------------------
 
-_SERVES = "serves"  # 1 in the report of an engine with figures
+_SERVES = "serves"  # 1 in the report of an engine that has figures
 
 
 def report_of(figures: EngineFigures | None) -> dict[str, float]:

@@ -45,7 +45,7 @@ class CacheFeed:
 class Follower(Protocol):
     """A front's connection."""
 
-    last_stream: int  # the number of the last stream that the front submitted
+    last_stream: int  # number of the last stream that the front submitted
 
     def send(self, message: CacheUpdate) -> None:
         """Queue a message without waiting."""

@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of one engine: a thread and the calls of the runners around the pure `adapter_machine.py`.
+"""One engine's adapters (LoRA): a thread and the runner calls around the pure `adapter_machine.py`.
 
 step thread      events -> AdapterMachine -> actions;  Restore and End are done here
 adapters thread  Read and Load, one after another;     each answer is an event for the step thread
@@ -30,7 +30,7 @@ from runtime.loading.resolve import resolve_adapter
 logger = logging.getLogger(__name__)
 
 _HELD_S = 1.0  # new requests may use a name's former adapter, until fronts have received its successor
-_SILENCE_CHECK_S = 1.0  # between checks for silent fronts
+_SILENCE_CHECK_S = 1.0  # seconds between checks for silent fronts
 _T = TypeVar("_T")
 
 LoadAdapter = Callable[[int, str, str], None]  # loads (index, folder, required digest) on all runners

@@ -47,7 +47,7 @@ from runtime.features.grammar_store import GrammarStore
 
 logger = logging.getLogger(__name__)
 
-_MAX_BACKLOG = 64 << 20  # unread bytes of a front before its connection is closed
+_MAX_BACKLOG = 64 << 20  # a front's unread bytes before its connection is closed
 _serials = itertools.count()
 
 
@@ -63,7 +63,7 @@ FromLink = FromFront | Connected | Disconnected
 
 
 class EngineStream:
-    """One live request of one connection, the `owner` of its state in the scheduler."""
+    """One live request of one connection: its state's `owner` in the scheduler."""
 
     __slots__ = (
         "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "number",
@@ -88,9 +88,9 @@ class Connection:
         self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, EngineStream] = {}
-        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # for its reader thread
+        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # used by its reader thread
         self.last_stream = 0  # the number of the last submitted one
-        self.sent_adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
+        self.sent_adapters: dict[str, AdapterState] = {}  # adapters by name in the last Status
         self.last_received_at = time.monotonic()
         self.memory = 0.0  # resident bytes of its process, if it reports them
         self.frame = Tokens()  # the step's output without its columns

@@ -24,7 +24,7 @@ class LiveRequests:
 
     def __init__(self, config: EngineConfig, core: EngineCore, adapters: EngineAdapters, meter: EngineMetrics) -> None:
         self._config, self._core, self._adapters, self._meter = config, core, adapters, meter
-        self._by_id: dict[str, dict[EngineStream, None]] = {}  # by the id that the client gave
+        self._by_id: dict[str, dict[EngineStream, None]] = {}  # streams by the client's id
         self.held = HeldRequests(config.queue_timeout_s)
         self.limits = QueueLimits(config, core.scheduler, self.held)
         self.frames = StepFrames(core, meter, self._finished)
@@ -109,7 +109,7 @@ class LiveRequests:
         ids = message.client_ids()
         found = {s: None for key in ids for s in self._by_id.get(key, ()) if message.means(s.request_id)}
         if found:
-            self.frames.send()  # the tokens of a stream go out before its end
+            self.frames.send()  # a stream's tokens go out before its end
         for stream in found:
             self.end_at_once(stream, FinishReason.ABORT)
 
@@ -152,7 +152,7 @@ class LiveRequests:
     def _forget(self, stream: EngineStream) -> None:
         stream.connection.streams.pop(stream.number, None)
         self.held.remove(stream)
-        of_id = self._by_id.get(stream.client_id, {})
-        of_id.pop(stream, None)
-        if not of_id:
+        streams = self._by_id.get(stream.client_id, {})
+        streams.pop(stream, None)
+        if not streams:
             self._by_id.pop(stream.client_id, None)

@@ -50,13 +50,13 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
-# While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of the
-# time that is left, within these bounds: a long step costs few polls, and a step that ends early leaves no long gap.
+# While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of
+# the remaining time, within these bounds: a long step costs few polls, and a step that ends early leaves no long gap.
 _POLL_SHARE, _MIN_POLL_S, _MAX_POLL_S = 0.25, 0.001, 0.01
-_BACKLOG_POLL_S = 0.05  # between attempts to write to full sockets, and between checks of deadlines
-_CHECK_EVERY_S = 60.0  # between checks of an idle engine's bookkeeping, if debugging is logged
+_BACKLOG_POLL_S = 0.05  # seconds between attempts to write to full sockets, and between deadline checks
+_CHECK_EVERY_S = 60.0  # seconds between checks of an idle engine's bookkeeping, if debugging is logged
 
-_Work = Callable[[], object]  # for the step thread
+_Work = Callable[[], object]  # done by the step thread
 
 
 def _wait_limits(config: EngineConfig) -> WaitLimits:
@@ -92,7 +92,7 @@ class EngineLoop:
         self._closed = False
         self._progress = time.monotonic()
         self._stalls = StallWatch(time.monotonic)
-        self._may_take_long = False  # the step thread waits for a step, or changes the state of the runners
+        self._may_take_long = False  # the step thread waits for a step, or changes the runners' state
         self.num_rebuilds = 0
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now; None if it can
         self.executor, self.info = start_runners()
@@ -168,7 +168,7 @@ class EngineLoop:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, read without a lock. Each is correct; two may differ by a step."""
-        streams = [len(c.streams) for c in list(self._connections)]  # live requests of each
+        streams = [len(c.streams) for c in list(self._connections)]  # each connection's live requests
         own = {"rebuilds": self.num_rebuilds, "connections": len(streams), "streams": streams}
         return self.core.stats() | own | {"sleep_level": self._sleep.level}
 

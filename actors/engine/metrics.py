@@ -23,7 +23,7 @@ class EngineMetrics:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, num_restarts: int) -> None:
-        self._cache_config = {  # routers of other projects read the first two
+        self._cache_config = {  # other projects' routers read the first two
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks - 1),
             "cache_dtype": info.dtype,
@@ -40,12 +40,12 @@ class EngineMetrics:
         self._step_tokens = histograms["vllm:iteration_tokens_total"]
         self._engine_wait = histograms["callboard:engine_wait_seconds"]
         self._runner_wait = histograms["callboard:runner_wait_seconds"]
-        self.sampled_at = self.last_at = -1.0  # of the step just collected and the one before, on the monotonic clock
+        self.sampled_at = self.last_at = -1.0  # monotonic times of the step just collected and the one before
         self.sampled_at_wall = 0.0
         self._step_from = self._wait_from = 0.0
         self._runners_idle = self._is_busy = False
         self._num_tokens = 0
-        self._num_moved_tokens = 0  # of resumed prompts, which another engine has counted
+        self._num_moved_tokens = 0  # tokens in resumed prompts, which another engine has counted
         self.processes = of_this_process("engine")  # the actor adds the processes of its runners
         self._fronts = all_at_zero()
         self._reporting = threading.Lock()  # each front reports from its own thread
@@ -78,9 +78,9 @@ class EngineMetrics:
         self._step_from = self.sampled_at
 
     def emitted(self, num_tokens: int, num_others: int, num_prompt: int) -> None:
-        """Count the tokens of a step, all but `num_others` directly after a token of the same stream.
+        """Count a step's tokens, all but `num_others` directly after a token of the same stream.
 
-        `num_prompt` is the total length of the prompts that got their first token."""
+        `num_prompt` is the total length of prompts that got their first token."""
         self._num_tokens += num_tokens
         self._step_tokens.observe(num_tokens + num_prompt)
         if num_tokens > num_others:
@@ -96,7 +96,7 @@ class EngineMetrics:
         fronts_memory: float = 0.0,
         is_paused: bool = False,
     ) -> Snapshot:
-        """Add a front's figures, and return the sum of all fronts and the engine, with the fronts' resident bytes.
+        """Add a front's figures, and return the total for all fronts and the engine, with the fronts' resident bytes.
 
         The step thread counts meanwhile, without a lock: each figure is correct, two may differ by a step. Counts of
         names that are not in `adapters` are dropped, so that old names do not accumulate."""
@@ -140,7 +140,7 @@ class EngineMetrics:
         return Snapshot(total, self._cache_config, self._lora(core.scheduler, adapters) if self._max_loras else {})
 
     def _lora(self, scheduler: Scheduler, adapters: Mapping[str, AdapterState]) -> dict[str, str]:
-        """Return the names of the adapters in use, as the labels of vllm:lora_requests_info."""
+        """Return the names of adapters in use, as labels for vllm:lora_requests_info."""
         names = {digest: name for name, state in list(adapters.items()) for digest in (state.held, state.digest)}
         running = {state.request.adapter for state in list(scheduler.running)}
         waiting = {state.request.adapter for state in list(scheduler.requests.values())} - running

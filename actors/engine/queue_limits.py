@@ -16,7 +16,7 @@ from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
 from runtime.policy.queue_sizes import QueueSizes, exceeds_share
 
-_LEAST_TIMES = 4  # ends of requests that make a rate: a single interval may be any
+_LEAST_TIMES = 4  # request ends that make a rate: a single interval may be any
 
 
 class HeldRequests:
@@ -28,7 +28,7 @@ class HeldRequests:
         self._timeout_s = timeout_s
         self._requests: dict[EngineStream, tuple[Request, bool]] = {}
         self._deadlines: dict[EngineStream, float] = {}  # may include ended streams
-        self.num_tokens = self.num_bytes = 0  # tokens of prompts and predictions; bytes of requests
+        self.num_tokens = self.num_bytes = 0  # tokens in prompts and predictions; bytes in requests
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -84,8 +84,8 @@ class QueueLimits:
         self._config, self._requests, self._held = config, scheduler.requests, held
         self._waiting = scheduler.waiting
         self._sizes = scheduler.extras[QueueSizes]
-        self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was idle
-        self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order; some requests may have begun or ended
+        self._finish_times: deque[float] = deque(maxlen=64)  # times since the engine was idle
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # ordered; some requests may have begun or ended
 
     def finished(self, at: float) -> None:
         """Note the end of a request."""

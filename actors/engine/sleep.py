@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 _LEFT = "The front that sent the call is gone."
 
-SetSleep = Callable[[int], None]  # of all runners: 1 sleeps, 2 ends them, 0 wakes from level 1
+SetSleep = Callable[[int], None]  # sets all runners' level: 1 sleeps, 2 ends them, 0 wakes from level 1
 
 
 class EngineSleep:
-    """The current level of sleep, and the requests of fronts for another level."""
+    """The current sleep level, and fronts' requests for another level."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class EnginePauses:
 
     def apply(self) -> bool:
         """Begin the pauses that may begin, between two steps. Returns True while the engine is paused."""
-        if not self._asked:  # as before almost every step
+        if not self._asked:  # true before almost every step
             return self.current is not None
         self._void(_LEFT, lambda asked: asked.owner is not None and asked.owner.is_silent)
         for asked in [asked for asked in self._asked if self._may_begin(asked.pause)]:

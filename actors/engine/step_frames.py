@@ -1,4 +1,4 @@
-"""The frames of a step: one for each front, with the tokens and the news of its streams."""
+"""A step's frames: one for each front, with its streams' tokens and news."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class StepFrames:
                 connection.close()
 
     def _add_tokens(self, output: StepOutput, touched: set[Connection]) -> tuple[int, int]:
-        """Write the tokens into the columns of the frames, and add the fronts to `touched`.
+        """Write the tokens into the frames' columns, and add the fronts to `touched`.
 
-        Returns the number of tokens that do not follow one of the step before, and the prompt tokens of new streams."""
+        Returns the number of tokens that do not follow one from the step before, and new streams' prompt tokens."""
         meter, logprobs, step = self._meter, output.logprobs, self._core.scheduler.stats.steps
         sampled_at, num_others, num_prompt = meter.sampled_at, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):

@@ -31,10 +31,10 @@ from runtime.base.types import CallboardError
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-_PAUSE_S = 1.0  # between attempts to start an engine
+_PAUSE_S = 1.0  # seconds between attempts to start an engine
 _DRAIN_POLL_S = 0.1
 _HEALTH_PERIOD_S = 1.0
-_HEALTH_TIMEOUT_S = 10.0  # without an answer an engine is frozen; its streams left it long before
+_HEALTH_TIMEOUT_S = 10.0  # an engine without an answer is frozen; its streams left it long before
 _START_TIMEOUT_S = 60.0  # the same while it loads its model, which slows its answers
 _FIGURES_TIMEOUT_S = 1.0
 STOPPED = "The server stopped before this answer was complete; send the request again later."
@@ -78,7 +78,7 @@ class Supervisor:
         model = model_of(self._name) + "/"
         if await has_healthy_engine(model, except_for=self._name):
             return False
-        return await has_healthy_engine(model_of(model_of(self._name)) + "/", except_for=model)  # of its deployment
+        return await has_healthy_engine(model_of(model_of(self._name)) + "/", except_for=model)  # its deployment
 
     async def figures(self) -> EngineFigures | None:
         """Return the load of the engine; None while it restarts or is frozen."""

@@ -1,4 +1,4 @@
-"""The weights of one engine: pauses, updates and their version.
+"""One engine's weights: pauses, updates and their version.
 
     start    an update is open                     steps go on
     update   all ranks stage a part                steps go on
@@ -101,7 +101,7 @@ class EngineWeights:
         self._update: _Update | None = None
         self._pool = ThreadPoolExecutor(4, "weights")
         self._storing: NoAnswer | None = None  # the last write to the store
-        self._num_discards = 0  # that ranks have not ended: they would drop the parts of the next update, too
+        self._num_discards = 0  # discards that ranks have not ended: they would drop the next update's parts, too
         self._default_lease_s = core.scheduler.config.trainer_timeout_s
         self.pauses = EnginePauses(core, requests, finish, self._pause_lease, is_asleep, changed, pause_file)
 
@@ -197,7 +197,7 @@ class EngineWeights:
         answer: Future[Any],
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run `work` beside the steps, then in the step thread `done` with its result, or `failed`.
+        """Run `work` while steps continue, then `done` with its result, or `failed`, in the step thread.
 
         An error goes to `answer`."""
 
@@ -222,7 +222,7 @@ class EngineWeights:
         in_background(self._pool.submit(run), "a call about weights")
 
     def _pause_lease(self, seconds: float | None, ended: Callable[[], object]) -> Lease:
-        """Start the lease of a pause. It holds while an update is open, which has a lease of its own."""
+        """Start a pause's lease. It holds while an update is open, which has its own lease."""
         return Lease(seconds or self._default_lease_s, self._call, ended, lambda: self._update is not None)
 
     # ---- updates ----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class EngineWeights:
     def _on_ranks(
         self, method: Callable[Concatenate[Any, P], Any], answer: NoAnswer, *args: P.args, **kw: P.kwargs
     ) -> None:
-        """Call a method of all ranks beside the steps, then answer."""
+        """Call a method on all ranks while steps continue, then answer."""
         self._in_thread(lambda: self._ranks(method, *args, **kw), lambda _: answer.set_result(None), answer)
 
     def _connect(self, call: Connect, answer: NoAnswer) -> None:
@@ -311,9 +311,9 @@ class EngineWeights:
     def _of_update(
         self, update: _Update, work: Callable[[], T], done: Callable[[T], None], answer: Future[Any]
     ) -> None:
-        """Run work of an update beside the steps, then `done` with its result if the update is still open.
+        """Run an update's work while steps continue, then `done` with its result if the update is still open.
 
-        An error drops the update, since parts of it may be staged."""
+        An error drops the update, since parts may be staged."""
 
         def ended(result: T) -> None:
             self._release(update, answer)
@@ -333,7 +333,7 @@ class EngineWeights:
 
         def check() -> list[bool]:
             if self._storing is not None:
-                wait([self._storing])  # the ranks still write the tensors of the last update
+                wait([self._storing])  # the ranks still write the last update's tensors
             return self._ranks(RankWeights.weights_check)
 
         def checked(found: list[bool]) -> None:
@@ -378,7 +378,7 @@ class EngineWeights:
             self._store(version, self._storing, Future())
 
     def _store(self, version: WeightVersion, end: NoAnswer, answer: Future[WeightState]) -> None:
-        """All ranks write the version to the store, beside the steps."""
+        """All ranks write the version to the store while steps continue."""
 
         def store() -> None:
             try:

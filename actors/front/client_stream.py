@@ -13,7 +13,7 @@ from runtime.base.config import ModelInfo
 from runtime.base.reports import Report
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams
 
-_MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request
+_MAX_CUTS = 10  # connections in a row that end without a new token; a request ends at this number
 
 
 class StreamLink(Protocol):
@@ -37,19 +37,19 @@ class ClientStream:
     pending: RequestOutput | None = None  # not taken by the reader yet
     error: CallboardError | None = None
     link: StreamLink | None = None  # its engine; None before it is assigned and after it has ended
-    number: int = 0  # on that link
-    info: ModelInfo | None = None  # of its last engine
-    accepted: bool = False  # by any engine: it then skips the queue limits of the next one
-    in_queue: bool = False  # of its engine, by the last message, and never in a step
+    number: int = 0  # its number on that link
+    info: ModelInfo | None = None  # its last engine's model
+    accepted: bool = False  # an engine accepted it: it then skips the next engine's queue limits
+    in_queue: bool = False  # waits in its engine's queue, by the last message, and was never in a step
     prompt: Prompt | None = None  # its tokens for the router; None before the first choice
     num_expected: int | None = None  # cached tokens that the router expects; None without a choice
     num_losses: int = 0  # engines that died while computing it
     num_cuts: float = 0.0  # connections in a row that ended without a new token; in a queue, each counts a tenth
-    len_at_cut: int = 0  # its tokens at the last of these
-    # (token, version of the weights from there on); empty without weight_updates
+    len_at_cut: int = 0  # its tokens at the last one
+    # (token, weight version from there on); empty without weight_updates
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
     moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
-    refusals: dict[StreamLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
+    refusals: dict[StreamLink, EngineRefusal] = field(default_factory=dict)  # refusals by engine
     _waiter: asyncio.Future[None] | None = None
 
     def output(self) -> RequestOutput:

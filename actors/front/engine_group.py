@@ -1,4 +1,4 @@
-"""An EngineClient over all engines of an application, with one link to each engine of the directory.
+"""An EngineClient over an application's engines, with one link to each engine in the directory.
 
 A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses. When its engine is
 lost, frozen or draining, it moves to another one with its received tokens, or waits for one. Noise by position makes
@@ -35,8 +35,8 @@ from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # after the directory failed
-_SETTLED_S = 1.0  # without a Status, before streams leave a draining engine
+_RETRY_S = 1.0  # pause after the directory failed
+_SETTLED_S = 1.0  # time without a Status, before streams leave a draining engine
 
 
 class Directory(Protocol):
@@ -72,9 +72,9 @@ class EngineGroup:
         self, directory: Directory, from_zero: ScaleFromZero | None = None, policy: RoutingPolicy = "prefix"
     ) -> None:
         self._directory = directory
-        self._router = Router(policy)  # over the usable links, by name
-        self._last_prompt = Prompt(())  # shared by all choices of a request
-        self.links: dict[str, EngineLink] = {}  # by the name of the engine
+        self._router = Router(policy)  # chooses among the usable links, by name
+        self._last_prompt = Prompt(())  # shared by a request's choices
+        self.links: dict[str, EngineLink] = {}  # links by engine name
         self.adapters = FrontAdapters(lambda: list(self.links.values()))
         self._waiting = ParkedStreams(None if from_zero is None else from_zero.limits(), self._expire)  # no engine
         self._waker: Waker | None = None  # None if there is always an engine
@@ -83,7 +83,7 @@ class EngineGroup:
                 self.info = from_zero.expected
             self._waker = Waker(from_zero, self._waiting, self._fail)
         self.ended_pauses: deque[str] = deque(maxlen=64)  # ids; an engine that was lost at a resume may return with one
-        self._names: list[str] = []  # in the directory
+        self._names: list[str] = []  # names in the directory
         self._is_served = asyncio.Event()  # an engine has been healthy once
         self._following: asyncio.Task[None] | None = None
         self._pending_move: asyncio.TimerHandle | None = None
@@ -343,7 +343,7 @@ class EngineGroup:
             if self._waker is not None:
                 self._waker.found()
         if link.name in self._router and self._router.fingerprint(link.name) != link.info.fingerprint:
-            self._router.remove(link.name)  # with other weights its blocks have other hashes
+            self._router.remove(link.name)  # blocks have other hashes after a change of weights
             link.is_followed = False
         if link.name not in self._router:
             self._router.add(link.name, link.info)

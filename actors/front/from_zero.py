@@ -18,8 +18,8 @@ from runtime.base.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAKES = 20  # failures in a row to start an engine that end the waiting requests
-_WAKE_PAUSE_S = 0.5  # between two calls for an engine: the one that answered may end at once
+_MAX_WAKES = 20  # failed starts in a row that end the waiting requests
+_WAKE_PAUSE_S = 0.5  # seconds between two calls for an engine: the one that answered may end at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class ScaleFromZero:
     """For a model that can scale to zero: how to start an engine, and which requests may wait for it."""
 
     wake: Callable[[], Awaitable[object]]  # returns when there is an engine; raises CallboardError if none can start
-    max_requests: int  # that may wait
-    max_tokens: int  # of the waiting requests together; a single one may have more
-    timeout_s: float | None  # for each request; None if unlimited
+    max_requests: int  # requests that may wait
+    max_tokens: int  # tokens in all waiting requests; a single one may have more
+    timeout_s: float | None  # each request's limit; None if unlimited
     expected: ModelInfo | None = None  # facts before an engine reports them, without a fingerprint
 
     @classmethod

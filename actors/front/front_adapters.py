@@ -1,6 +1,6 @@
-"""The adapters (LoRA) of an application as a front stores them; it has the engines load and unload them.
+"""An application's adapters (LoRA) as a front stores them; it has the engines load and unload them.
 
-The names follow the rules of `actors/wire/adapter_entry.py`. A front also sends each engine the adapters of its streams
+The names follow the rules in `actors/wire/adapter_entry.py`. A front also sends each engine its streams' adapters
 (needs). The engine keeps or loads these until the streams have ended, so that each stream can move to it (C8).
 """
 
@@ -23,11 +23,11 @@ class FrontAdapters:
 
     def __init__(self, links: Callable[[], Sequence[EngineLink]]) -> None:
         self._links = links
-        self._entries: dict[str, AdapterEntry] = {}  # the newest of each name
+        self._entries: dict[str, AdapterEntry] = {}  # each name's newest entry
         self._settings: set[str] = set()  # names of the engines' command lines; their entries are never dropped
-        self._served: dict[str, AdapterState] = {}  # by name: the last state in which an engine served it
-        self._streams: Counter[str] = Counter()  # number of live ones, by digest
-        self._paths: dict[str, str] = {}  # folders by digest, of the adapters of engines and streams
+        self._served: dict[str, AdapterState] = {}  # the last state in which an engine served each name
+        self._streams: Counter[str] = Counter()  # live streams by digest
+        self._paths: dict[str, str] = {}  # adapter folders of engines and streams, by digest
         self._needs: dict[str, str] = {}  # folders by digest, as last sent to all engines
         self._news = asyncio.Event()  # set and replaced at each message of an engine
 

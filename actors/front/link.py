@@ -57,9 +57,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # before another attempt to connect; doubles up to a second
 _MAX_RETRY_S = 1.0
-_CONNECT_S = 10.0  # for an attempt: a frozen engine does not answer Ray calls
-_REPORT_S = 2.0  # for the answer to a report; after it, the last answer serves
-_ANSWER_S = 10.0  # for the answer to a request, which waits for the current step
+_CONNECT_S = 10.0  # limit for an attempt: a frozen engine does not answer Ray calls
+_REPORT_S = 2.0  # limit for the answer to a report; after it, the last answer serves
+_ANSWER_S = 10.0  # limit for the answer to a request, which waits for the current step
 
 
 class LinkOwner(Protocol):
@@ -132,9 +132,9 @@ class EngineLink:
         self.usable = False  # connected, and a Status has arrived
         self.draining = self.is_asleep = False
         self.pause: Pause | None = None  # the current one
-        self.adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
-        self.digests: frozenset[str] = frozenset()  # of the adapters that new requests may use
-        self.kept: dict[str, str] = {}  # folders of the adapters that resumed streams may use, by digest
+        self.adapters: dict[str, AdapterState] = {}  # adapters by name in the last Status
+        self.digests: frozenset[str] = frozenset()  # digests of adapters that new requests may use
+        self.kept: dict[str, str] = {}  # folders of adapters that resumed streams may use, by digest
         self.is_followed = False  # the engine sends CacheUpdates
         self.suspects: list[ClientStream] = []  # streams that the engine computed when its connection ended
         self._task = in_background(asyncio.create_task(self._keep_connected()), f"the link to engine {name}")
@@ -152,7 +152,7 @@ class EngineLink:
 
     @property
     def num_streams(self) -> int:
-        """The number of live streams of this link."""
+        """The number of live streams on this link."""
         return len(self._streams)
 
     @property
@@ -200,9 +200,9 @@ class EngineLink:
         self._send(Follow(wanted))
 
     async def reset_prefix_cache(self) -> None:
-        """Evict the blocks of this engine that no live request holds. Raises CallboardError without an answer in time.
+        """Evict this engine's blocks that no live request holds. Raises CallboardError without an answer in time.
 
-        A disconnected engine gets the request first of all at its next connection."""
+        A disconnected engine gets the request as the first one at its next connection."""
         if self._connection is None:
             self._must_reset_cache = True
             return
@@ -248,7 +248,7 @@ class EngineLink:
         return self._last_number
 
     def send_adapters(self, entries: list[AdapterEntry], needs: dict[str, str] | None) -> None:
-        """Send this engine new entries of names, and the adapters of this front's streams (None if unchanged)."""
+        """Send this engine new name entries, and the adapters of this front's streams (None if unchanged)."""
         self._send(Adapters(entries, needs))
 
     def has_adapter(self, stream: ClientStream) -> bool:

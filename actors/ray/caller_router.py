@@ -1,4 +1,4 @@
-"""The request router of fronts, which runs in each process with a handle of the application.
+"""The fronts' request router, which runs in each process with a handle to the application.
 
 Serve sends this code to the caller, where Callboard may be absent. So the module imports Ray alone.
 """

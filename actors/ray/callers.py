@@ -17,7 +17,7 @@ from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defi
 
 from runtime.background import in_background
 
-_POLL_S = 2.0  # between two looks at Ray's list of processes
+_POLL_S = 2.0  # seconds between two looks at Ray's list of processes
 
 Caller = tuple[str, str]  # node and worker, as hexadecimal ids
 

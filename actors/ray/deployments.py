@@ -1,7 +1,7 @@
-"""Serve's options of a deployment: a version of its own, and options that cannot work.
+"""A deployment's Serve options: its own version, and options that cannot work.
 
-Serve gives all deployments of an application one version, a hash of its `args`. So a change of any setting would
-replace all replicas. Here each deployment has a version of its own, made from the settings that it uses.
+Serve gives all deployments in an application one version, a hash of its `args`. So a change of any setting would
+replace all replicas. Here each deployment has its own version, made from the settings that it uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _VersionedConfig(DeploymentConfig):
 
     def to_proto(self) -> Any:
         found: Any = super().to_proto()  # type: ignore[no-untyped-call]
-        found.version = self._own_version  # in place of the application's
+        found.version = self._own_version  # replaces the application's
         return found
 
 
@@ -51,8 +51,8 @@ def refused_option(name: str, options: Any, policy: str | None = None, sleeps: b
     """Return one sentence if an option of the deployment `name` cannot work, else None.
 
     Args:
-        options: the DeploymentConfig of a running replica.
-        policy: name of the engines' scaling policy, else None.
+        options: a running replica's DeploymentConfig.
+        policy: the name of the engines' scaling policy, else None.
         sleeps: True if all engines may end."""
     if options.user_config is not None:
         return f"user_config of {name} is {options.user_config!r}, which nothing reads; put settings under args."

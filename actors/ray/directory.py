@@ -1,6 +1,6 @@
-"""The engines of an application in Ray's list of actors: finds them, and opens links to them.
+"""An application's engines in Ray's list of actors: finds them, and opens links to them.
 
-Ray's own list of named actors is the directory, so it does not depend on a process of ours. It has all actors of the
+Ray's own list of named actors is the directory, so it does not depend on our processes. It has all actors in the
 cluster, so a front reads it only with a reason, and then once a second for a while:
 
     an engine has a new name        its supervisor calls `announce_engine`, which reaches all fronts
@@ -31,16 +31,16 @@ from actors.wire.weight_calls import A, WeightCall
 from runtime.base.config import ModelInfo
 from runtime.base.types import CallboardError
 
-_LISTING_S = 1.0  # between two reads of Ray's list while it may change
+_LISTING_S = 1.0  # seconds between two reads of Ray's list while it may change
 _SETTLED_S = 10.0  # after this long without a reason it changes no more
-_IDLE_S = 30.0  # between two reads then
-_REPLACED_S = 0.2  # until the list has the new name of an engine that died
-_HEALTH_S = 1.0  # for an answer; a frozen engine gives none
+_IDLE_S = 30.0  # seconds between two reads then
+_REPLACED_S = 0.2  # time until the list has the new name of an engine that died
+_HEALTH_S = 1.0  # limit for an answer; a frozen engine gives none
 
 Answer = TypeVar("Answer")
 
 
-_directories: WeakSet[RayDirectory] = WeakSet()  # of this process
+_directories: WeakSet[RayDirectory] = WeakSet()  # this process's directories
 
 
 class RayDirectory:
@@ -50,9 +50,9 @@ class RayDirectory:
         """`idle_s` is the time between two reads of Ray's list without a reason."""
         self._prefix, self._idle_s = prefix, idle_s
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that waits in `changed`
-        self._settled_at = 0.0  # on the clock of the loop
+        self._settled_at = 0.0  # the loop's time
         self._actors: dict[str, Any] = {}  # known handles, by name: later calls do not use the list
-        # Calls block while the head node is away, so they have a thread of their own.
+        # Calls block while the head node is away, so they have their own thread.
         self._thread = ThreadPoolExecutor(1, "directory")
         self._has_reason = asyncio.Event()
         _directories.add(self)

@@ -20,9 +20,9 @@ from actors.ray import haproxy
 FAST_SERVE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # for sync handle calls from other Ray jobs
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # needed by sync handle calls from other Ray jobs
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # longer than any stream, so that a reload cuts none
-    # Closes the connection of a client that stops to send or to read. The server's own pauses do not count.
+    # Closes the connection if a client stops to send or read. The server's own pauses do not count.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the default of 5 s kills proxies on busy machines
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead HAProxy is replaced after three checks
@@ -30,7 +30,7 @@ FAST_SERVE = {
 
 # One machine: Ray listens on loopback only, and sends no usage statistics.
 SINGLE_MACHINE = FAST_SERVE | {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux this makes Ray's daemons listen on 127.0.0.1
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray's daemons listen on 127.0.0.1 (on Linux)
     "RAY_SERVE_HAPROXY_MAXCONN": "4096",  # Ray 2.60's default; earlier ones need 50,035 file descriptors
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_agent_register_timeout_ms": "300000",  # the default of 30 s ends raylets on busy machines
@@ -42,13 +42,13 @@ SINGLE_MACHINE = FAST_SERVE | {
     "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.ray.process.listen_on_loopback",
 }
 
-# A node of a cluster.
+# A cluster's node.
 CLUSTER = FAST_SERVE | {
     "RAY_AUTH_MODE": "token",  # Ray listens on every interface, and its clients can run any code
     "RAY_USAGE_STATS_ENABLED": "0",
     # Nodes serve without the head for this long, then end.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
-    # A head that returns from a partition kills nodes after this many failed checks of 13 s. It kills HAProxies (and
+    # A head that returns from a partition kills nodes after this many failed 13 s checks. It kills HAProxies (and
     # replicas: serve_app/app.py) after three checks without an answer within this many seconds.
     "RAY_health_check_failure_threshold": "10",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "40",
@@ -61,7 +61,7 @@ _REPLICA_PORTS = range(30_000, 31_000)  # Serve assigns these to its replicas
 def ray_token() -> dict[str, str]:
     """Return a fresh token for a private Ray.
 
-    Other users of the machine reach its ports, and a client of Ray can run any code as its user. Ray's own token would
+    Other users on the machine reach its ports, and a Ray client can run any code as its user. Ray's own token would
     be stored in the home directory."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -96,7 +96,7 @@ def haproxy_files(folder: str) -> dict[str, str]:
 
 
 def quiet_port() -> int:
-    """Return a free port of 127.0.0.1, outside the range of ports for outgoing connections if possible.
+    """Return a free port on 127.0.0.1, outside the range for outgoing connections if possible.
 
     The port is bound seconds later, so the kernel must not assign it meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

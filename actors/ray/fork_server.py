@@ -1,9 +1,9 @@
 """A process that imports the modules of Ray's workers once, and forks for each worker that Ray starts.
 
-The modules of Ray, Serve and torch take about three seconds of a core to import, and a server has seven workers. Ray
-gets the command of `start` as its Python. For a worker, the command sends arguments, environment and standard streams
-to the fork server, and lives until the fork ends. All other processes run in a Python of their own: workers of other
-jobs or with other settings of Serve, and programs that are not workers. After the end of the fork server every process
+Ray, Serve and torch take about three core seconds to import, and a server has seven workers. Ray
+gets the command from `start` as its Python. For a worker, the command sends arguments, environment and standard streams
+to the fork server, and lives until the fork ends. All other processes run in their own Python: workers of other
+jobs or with other Serve settings, and programs that are not workers. Once the fork server has ended, every process
 does.
 
 A raylet aborts if its agents have not written their ports to files after 15 s, and a busy machine needs longer to start
@@ -53,14 +53,14 @@ _FIRST_JOB, _NO_JOB = "01000000", "ffffffff"
 def start(folder: str, modules: Sequence[str]) -> str:
     """Start the fork server for the Ray that this process will start. Returns the command for Ray to use as its Python.
 
-    The files of the command are in `folder`. The import of `modules` must not use a GPU or start threads."""
+    The command's files are in `folder`. Importing `modules` must not use a GPU or start threads."""
     import subprocess
 
     from actors.ray.environment import quiet_port
     from runtime.start import command as command_of
 
     command, address = Path(folder, "python"), str(Path(folder, "fork-server"))
-    ports: dict[int, None] = {}  # of all agents
+    ports: dict[int, None] = {}  # all agents' ports
     while len(ports) < sum(map(len, _AGENTS.values())):
         ports[quiet_port()] = None
     program = [sys.executable, "-I", "-S", __file__, "run", address, sys.executable, json.dumps(list(ports))]
@@ -106,7 +106,7 @@ def _with_ports(arguments: Sequence[str], script: str, ports: Sequence[int]) -> 
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text(str(port))
             unfinished.rename(path)
-            added.append(f"--{option}={port}")  # the last of equal options counts
+            added.append(f"--{option}={port}")  # the last equal option counts
     return [*arguments, *added]
 
 
@@ -116,7 +116,7 @@ def _with_ports(arguments: Sequence[str], script: str, ports: Sequence[int]) -> 
 class _Fork(NamedTuple):
     pid: int
     end: int  # a descriptor, readable when the process has ended
-    command: socket.socket  # of the waiting command; readable when the command has ended
+    command: socket.socket  # the waiting command's socket; readable when the command has ended
 
 
 class _ForkServer:
@@ -124,7 +124,7 @@ class _ForkServer:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._forks: dict[int, _Fork] = {}  # by both descriptors
+        self._forks: dict[int, _Fork] = {}  # forks by both descriptors
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
@@ -146,7 +146,7 @@ class _ForkServer:
                     if e.name != module:
                         raise
                     print(f"This Ray lacks {module}, so its workers start more slowly.", file=sys.stderr)
-                gc.freeze()  # a collection in a fork would write to, and so copy, all of this memory
+                gc.freeze()  # a collection in a fork would write to, and so copy, all this memory
 
     def _accept(self) -> list[str] | None:
         command = self._listener.accept()[0]
@@ -158,7 +158,7 @@ class _ForkServer:
                 os.dup2(stream, number)
             for each in (*streams, *self._forks, command.fileno()):
                 os.close(each)
-            os.setpgid(0, 0)  # like Ray, which kills a worker's whole group
+            os.setpgid(0, 0)  # Ray does so too, and kills a worker's whole group
             os.chdir(directory)
             os.environ.clear()
             os.environ.update(environment)
@@ -210,7 +210,7 @@ def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     from actors.ray.private import draw_class_ids_from_system
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the driver, as Ray's daemons do
-    # Ray's library seeds its generator of ids at its first use. That must happen in each fork, or all forks would draw
+    # Ray's library seeds its id generator at its first use. That must happen in each fork, or all forks would draw
     # the same ids. But modules with actors draw an id for each class at import, so these ids come from the system.
     draw_class_ids_from_system()
     return _ForkServer(listener).serve(modules)

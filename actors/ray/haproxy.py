@@ -1,4 +1,4 @@
-"""The start, the configuration and the end of HAProxy.
+"""HAProxy's start, configuration and end.
 
 Serve runs this file in place of HAProxy, at the start and at each reload. The program adapts the configuration that
 Serve has written, where Serve lacks a setting, and then becomes HAProxy. It runs without any package, so it imports
@@ -21,7 +21,7 @@ from pathlib import Path
 COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"  # the setting that names the program
 _POLL_S = 0.02
 
-# HAProxy's own answers without a front, or when a front dies. (Requests that are not HTTP get a page of HTML,
+# HAProxy's own answers without a front, or when a front dies. (Requests that are not HTTP get an HTML page,
 # which is not configurable.)
 _UNAVAILABLE = "The server is starting, restarting or stopping; try again in a moment."
 ANSWERS = {
@@ -34,28 +34,28 @@ ANSWERS = {
 # that has just found another front dead waits too. Connecting within a data centre takes far less.
 _CONNECT_TIMEOUT = "200ms"
 # A request to a front that has just ended is sent four times. The third refusal marks the front as down, and the fourth
-# attempt goes to another front. Without another front, it goes to a frontend of HAProxy's own, which lacks a backend
+# attempt goes to another front. Without another front, it goes to HAProxy's own frontend, which lacks a backend
 # and so answers 503. Otherwise HAProxy would close the client's connection without an answer if a reused connection
 # failed.
 _RETRIES = 4
 _SUCCESSOR = "backend successor\n    server same_address *\n"  # the process that listens at the client's destination
-# Answers to health checks of a ready front and of a draining one, which still serves. Serve drains a replaced front
+# Health-check answers from a ready front and from a draining one, which still serves. Serve drains a replaced front
 # before HAProxy has loaded the configuration with the new one. A failed check would leave HAProxy without a front.
 _SERVING = "^(success|DRAINING)$"
-# Paths of POSTs that only generate or compute: a second front may repeat them after the first one's end. A front that
+# POST paths that only generate or compute: a second front may repeat them after the first one's end. A front that
 # ends may have done any other POST, so that client gets an error.
 REPEATABLE = (
     "/completions", "/completion", "/infill", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
     "/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/show", "/embeddings", "/embedding", "/api/embed",
     "/pooling", "/score", "/rerank", "/tokenize", "/detokenize", "/apply-template", "/check_grammar",
 )  # fmt: skip
-_REQUEST_TIMEOUT = "30s"  # for headers and the first 16 KiB; Serve limits only pauses
+_REQUEST_TIMEOUT = "30s"  # limit for headers and the first 16 KiB; Serve limits only pauses
 
 
 def answer(status: int, phase: str = "") -> str:
     """Return a whole HTTP answer in OpenAI's shape, with the fields of /health and /ready.
 
-    `phase` is the phase of a starting server; empty otherwise."""
+    `phase` is a starting server's phase; empty otherwise."""
     reason, message, code = ANSWERS[status]
     if phase:
         message = f"The server is starting ({phase}); try again in a moment."
@@ -69,13 +69,13 @@ def answer(status: int, phase: str = "") -> str:
 def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     """Return Serve's configuration with these changes:
 
-    errors      answers of OpenAI's shape, from files in `folder`
+    errors      answers in OpenAI's shape, from files in `folder`
     limits      a timeout for slow requests
     retries     requests that a front did not answer before it ended, up to 16 KiB: reads and REPEATABLE
     checks      a draining front serves until Serve's configuration lacks it
     reloads     the last process keeps its clients, but knows only the fronts from before; it passes later requests of
                 their connections to its successor
-    private     (of `callboard serve`) no pages of statistics and metrics, which would need two ports on all interfaces;
+    private     (`callboard serve`) no statistics and metrics pages, which would need two ports on all interfaces;
                 no fallback to Serve's slower proxy, which would delay requests without a front; listens on `bind`,
                 unless that is empty"""
     sections = re.split(r"^(?=\S)", config, flags=re.MULTILINE)

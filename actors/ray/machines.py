@@ -16,11 +16,11 @@ _WAIT_CPUS = 0.1  # makes an autoscaler start a machine
 class Machines:
     """The machines that may have engines and fronts. A head without CPUs and GPUs is not one."""
 
-    nodes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # resources by Ray's id of the node
+    nodes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # resources by Ray's node id
     can_grow: bool = False  # others may join
 
     def most(self, resource: str, accelerator_type: str | None = None) -> float:
-        """Return the largest amount of a resource on one machine, among machines with this type of accelerator."""
+        """Return the largest amount of a resource on one machine, among machines with this accelerator type."""
         key = accelerator_resource(accelerator_type)
         return max((node.get(resource, 0.0) for node in self.nodes.values() if not key or key in node), default=0.0)
 

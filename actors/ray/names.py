@@ -1,4 +1,4 @@
-"""Names of actors. Ray never reuses the name of a dead actor, so each name is NAME#TIME, and only living ones count.
+"""Actor names. Ray never reuses a dead actor's name, so each name is NAME#TIME, and only living ones count.
 
 Processes find engines by a list of names, so no other component keeps their number or owner.
 """
@@ -25,9 +25,9 @@ def new_name(name: str) -> str:
 
 
 def living_actors(prefix: str) -> list[str]:
-    """Return the names of the living actors that begin with `prefix`, oldest first.
+    """Return the names of living actors that begin with `prefix`, oldest first.
 
-    An engine counts only while its Serve replica lives. If a replica created it just after the death of its node, Ray
+    An engine counts only while its Serve replica lives. If a replica created it just after its node's death, Ray
     lists the engine for ever, but never starts it."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == SERVE_NAMESPACE}
@@ -44,7 +44,7 @@ def serve_actors(prefix: str = "") -> frozenset[str]:
 
 
 def engines_of(application: str, config: EngineConfig | None = None, deployment: str = "Engine") -> str:
-    """Return the prefix of the names of an application's engines or, with `config`, of one deployment's engines.
+    """Return the name prefix of an application's engines or, with `config`, one deployment's engines.
 
     During a redeployment with another model, engines of both live. A front uses the engines of one model only."""
     if config is None:
@@ -54,12 +54,12 @@ def engines_of(application: str, config: EngineConfig | None = None, deployment:
 
 
 def model_of(engine: str) -> str:
-    """Return the part of an engine's name that all engines of its model share."""
+    """Return the part of an engine's name that its model's engines share."""
     return engine.rpartition("/")[0] or engine.partition("#")[0]
 
 
 def drafts_of(model: str) -> str:
-    """Return the name of the draft that engines of a model share."""
+    """Return the name of the draft that a model's engines share."""
     return f"{model.replace('/engine/', '/draft/')}/draft"
 
 
@@ -80,5 +80,5 @@ def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = 
 
 
 def engine_id(name: str) -> str:
-    """Return the id of an engine, the last part of its actor's name. A restarted engine keeps it."""
+    """Return an engine's id, the last part of its actor's name. A restarted engine keeps it."""
     return name.rpartition("/")[2].partition("#")[0]

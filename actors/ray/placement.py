@@ -1,8 +1,8 @@
-"""The placement of one engine's actors: one placement group, owned by the Serve replica of its supervisor.
+"""The placement of one engine's actors: one placement group, owned by its supervisor's Serve replica.
 
     bundle 0        the supervising replica and the engine actor      CPU
     bundle 1 + r    the model runner of rank r                        CPU, and one GPU where the model runs on GPUs
-                    a draft model, beside rank 0                      a share of its CPU and, if it uses one, its GPU
+                    a draft model, next to rank 0                     a share of its CPU and, if it uses one, its GPU
     last bundle     a draft model with draft_device=own               CPU and GPU
 
 Serve creates and removes the group with the replica, so no death leaves an actor behind. The whole group is on one
@@ -25,14 +25,14 @@ from actors.ray.machines import Machines, accelerator_resource
 from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
 
-# Logical CPUs, chosen so that a server fits a machine with two of them; they limit placement, not threads.
+# Logical CPUs, chosen so that a server fits a machine with two; they limit placement, not threads.
 SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
 RUNNER_CPUS = 1.0
 FRONT_CPUS = 0.5
-DRAFT_CPUS = 0.4  # taken from its runner's, without a bundle of its own
+DRAFT_CPUS = 0.4  # taken from its runner's, without its own bundle
 _DRAFT_GPUS = 0.1  # the same
-_KIND_SHARE = 0.001  # taken from each machine's resource for its type of accelerator, which is 1
+_KIND_SHARE = 0.001  # taken from each machine's resource for its accelerator type, which is 1
 
 
 class Device(NamedTuple):
@@ -70,7 +70,7 @@ def has_own_gpu(config: EngineConfig) -> bool:
 
 
 def default_fronts(machines: Machines, engines: Sequence[int], gpus: Sequence[bool]) -> int:
-    """Return the number of front replicas from the number of each model's engines, and whether they use GPUs.
+    """Return the number of front replicas from each model's number of engines, and whether they use GPUs.
 
     One Python process writes about ten thousand events a second. One machine has one front on a laptop, four on a GPU
     host: HAProxy, engines and runners need cores too. Where machines may join, only the engines count."""
@@ -81,7 +81,7 @@ def default_fronts(machines: Machines, engines: Sequence[int], gpus: Sequence[bo
 def bundles(
     config: EngineConfig, gpu: bool, num_bytes: int = 0, accelerator_type: str | None = None
 ) -> list[dict[str, float]]:
-    """Return the placement group of one engine. `num_bytes` of memory are reserved for its processes."""
+    """Return one engine's placement group, with `num_bytes` of memory reserved for its processes."""
     memory = {"memory": float(num_bytes)} if num_bytes else {}
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     if gpu and accelerator_type:
@@ -106,7 +106,7 @@ def described(wanted: Iterable[Mapping[str, float]]) -> str:
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:
-    """True if one of `nodes`, given by free resources, has room for all bundles of another replica."""
+    """True if one of `nodes`, given by free resources, has room for another replica's bundles."""
     needed = total(wanted)
     return any(all(free.get(name, 0.0) >= amount for name, amount in needed.items()) for free in nodes)
 

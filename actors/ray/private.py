@@ -1,4 +1,4 @@
-"""The parts of Ray and Serve without a public interface, for the processes of Callboard.
+"""The parts of Ray and Serve without a public interface, for Callboard's processes.
 
 Ray 2.56 to 2.60 work. A missing part costs one warning in the log. `_ADDED` states what each version lacks:
 
@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 NEWEST = "2.60"
-_ADDED = {(2, 60): "max_surge_percent (an update ends old replicas before it starts new ones)"}  # by version
+_ADDED = {(2, 60): "max_surge_percent (an update ends old replicas before it starts new ones)"}  # new parts by version
 logger = logging.getLogger("ray.serve")
 _ray: Any = ray  # its types lack these parts
 _DAEMONS_STOP: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
@@ -56,7 +56,7 @@ def free_resources() -> list[Mapping[str, float]]:
 
 
 def replicas_of(application: str, deployment: str) -> str:
-    """Return the beginning of the names that Serve gives the replicas of a deployment and their placement groups."""
+    """Return how the names begin that Serve gives a deployment's replicas and their placement groups."""
     return f"SERVE_REPLICA::{application}#{deployment}#"
 
 
@@ -105,7 +105,7 @@ def replace_get_node(patient: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def draw_class_ids_from_system() -> None:
-    """Draw the ids of actor classes from the system, because all forks share the seed of Ray's own generator."""
+    """Draw the ids of actor classes from the system, because all forks share the seed in Ray's own generator."""
     try:
         size = _ray.ActorClassID.size()
         _ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: _ray.ActorClassID(os.urandom(size)))

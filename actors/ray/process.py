@@ -1,4 +1,4 @@
-"""Common parts of Callboard's processes: interpreter settings, reports of faults, actors that load a model."""
+"""Common parts of Callboard's processes: interpreter settings, fault reports, actors that load a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.base.types import CallboardError
 from runtime.loading.resolve import cache_folder
 
 _FAULT = "callboard: cannot start:"
-SWITCH_INTERVAL_S = 0.0005  # by default a thread waits 5 ms for the GIL, longer than some steps
+SWITCH_INTERVAL_S = 0.0005  # a thread waits 5 ms for the GIL by default, longer than some steps
 
 
 def freeze_garbage() -> None:
@@ -41,7 +41,7 @@ def keep_bytecode() -> None:
         return
     folder = str(cache_folder() / "bytecode")
     sys.dont_write_bytecode, sys.pycache_prefix = False, folder
-    # The user disabled .pyc files beside sources; a separate cache folder respects that.
+    # The user disabled .pyc files next to sources; a separate cache folder respects that.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = folder
 
@@ -70,9 +70,9 @@ def ignore_logging_errors() -> None:
 
 @contextmanager
 def report_faults(what: str) -> Iterator[None]:
-    """Write a failure of the body to this process's stderr, which is a file of Ray's.
+    """Write the body's failure to this process's stderr, which is Ray's file.
 
-    Serve keeps the logs and the prints of a replica in memory, and its status omits exceptions of health checks."""
+    Serve keeps a replica's logs and prints in memory, and its status omits exceptions of health checks."""
     try:
         yield
     except Exception:
@@ -125,7 +125,7 @@ class ModelActor:
         return self._log.lines
 
     def location(self) -> tuple[str, int]:
-        """Return Ray's id of this node, and the id of this process."""
+        """Return this node's Ray id, and this process's id."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), os.getpid()

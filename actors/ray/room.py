@@ -1,7 +1,7 @@
 """Room for a model that wakes up: while Ray lacks its resources, idle engines of other models end.
 
 The least recently used model ends first, and busy ones are waited for. Ray's accounts decide: an engine's placement
-group reserves the planned memory of its processes, or GPUs.
+group reserves its processes' planned memory, or GPUs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from actors.wire.engine_client import Idleness
 
 logger = logging.getLogger("ray.serve")
 
-_POLL_S = 0.5  # between two looks at Ray's accounts
-_WATCH_S = 2.0  # between two looks for a model without engines
+_POLL_S = 0.5  # seconds between two looks at Ray's accounts
+_WATCH_S = 2.0  # seconds between two looks for a model without engines
 _IDLE_S = 1.0  # an engine that has just started gets its first request within this
 
 
@@ -110,7 +110,7 @@ class Room:
 async def lacks_resources(replicas: str, wanted: list[dict[str, float]]) -> bool:
     """True if a placement group of these replicas is pending and no machine has room for it.
 
-    `replicas` is the beginning of their names in Serve, and `wanted` their bundles."""
+    `replicas` begins their names in Serve, and `wanted` has their bundles."""
 
     def look() -> bool:
         table = ray.util.placement_group_table()

@@ -1,6 +1,6 @@
 """The processes that compute for an engine, and the engine's ends of their connections.
 
-runner             one rank of the model as a Ray actor
+runner             one rank of the model, as a Ray actor
 rank_weights       a rank's calls for weight updates
 runner_group       starts, checks and replaces the ranks and the draft
 step_channel       carries plans to ranks and results back

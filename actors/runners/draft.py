@@ -65,8 +65,8 @@ class DraftLoop:
     def __init__(self, core: DraftCore, on_failure: Callable[[], None]) -> None:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DraftRequests)
-        self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which names the engine in the core
-        self._grammars: dict[int, GrammarStore] = {}  # of each engine's connection
+        self._engines: dict[int, FrameSocket] = {}  # connections by file descriptor, which names the engine in the core
+        self._grammars: dict[int, GrammarStore] = {}  # each engine connection's grammars
         self._epoll = select.epoll()
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
@@ -119,7 +119,7 @@ class DraftActor(ModelActor):
         self._loop: DraftLoop | None = None
 
     def load(self, config: EngineConfig) -> StepMicroseconds:
-        """Load the draft model of an engine with `config`, once. Returns the times of its steps (ModelInfo.step_us).
+        """Load the draft model for an engine with `config`, once. Returns its step times (ModelInfo.step_us).
 
         Raises CallboardError if the model cannot be loaded or its vocabulary differs from the engine's."""
         with self._loading:

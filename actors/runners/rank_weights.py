@@ -43,7 +43,7 @@ class RankWeights:
         self._updates.disconnect()
 
     def weights_receive(self, part: SentPart) -> None:
-        """Stage the tensors of a part of an update, while steps continue."""
+        """Stage the tensors in an update's part, while steps continue."""
         from actors.runners.weight_parts import local_part
 
         self._updates.receive(local_part(part))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class ModelRunnerActor(RankWeights, ModelActor):
     """The process of one rank. Its methods raise CallboardError if they fail."""
 
-    # Beside `wait_for_exit`, a trainer's call that waits, the write of the last update, and other calls
+    # Threads for `wait_for_exit`, a trainer's call that waits, the last update's write, and other calls
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 8}
 
     def join(self, config: EngineConfig, rank: int) -> bytes:

@@ -37,11 +37,11 @@ from runtime.core.executor import Executor
 logger = logging.getLogger(__name__)
 
 _STARTS = 2  # attempts, if ranks are lost meanwhile
-_WATCH_S = 1.0  # between checks of the ranks while they load
-_BEGIN_S = 300.0  # for a rank's process to report its id; until then a stopped process looks like a slow one
-_SLEEP_S = 300.0  # for a rank to copy its weights and sleep or wake; after this it hangs
-_CONNECT_S = 30.0  # for a draft that has loaded its model to connect
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between failed starts of a draft, doubling
+_WATCH_S = 1.0  # seconds between checks of the ranks while they load
+_BEGIN_S = 300.0  # limit until a rank's process reports its id; until then a stopped process looks like a slow one
+_SLEEP_S = 300.0  # limit until a rank has copied its weights and sleeps or wakes; after this it hangs
+_CONNECT_S = 30.0  # limit until a draft that has loaded its model connects
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # pause between a draft's failed starts, doubling
 
 
 class LocalProcess:
@@ -73,13 +73,13 @@ class LocalProcess:
 
 
 class Ranks:
-    """The runners of one start, by rank. They start together and end together.
+    """One start's runners, by rank. They start together and end together.
 
     Their processes, handles, sockets and secrets are their own, so messages of other starts never reach them."""
 
     def __init__(self, runners: list[Any]) -> None:
         self.runners = runners
-        self._processes: dict[int, LocalProcess] = {}  # by rank; on this machine only
+        self._processes: dict[int, LocalProcess] = {}  # processes by rank; on this machine only
         self._stopped: set[int] = set()  # ranks that were stopped at the last check
         self.executor = SocketExecutor(len(runners))
 
@@ -103,17 +103,17 @@ class Ranks:
     def call_all(
         self, phase: str, *arguments: tuple[Any, ...], within_s: float = math.inf, while_open: bool = False
     ) -> list[Any]:
-        """Call a method of all ranks at once, and return the results by rank.
+        """Call a method on all ranks at once, and return the results by rank.
 
         Args:
-        arguments: of each rank; none if the method takes none.
+        arguments: each rank's arguments; none if the method takes none.
         within_s: time until a rank without an answer counts as lost.
         while_open: raise RunnersLost when the step channel closes, as it does if a rank hangs in a step.
 
         Raises RunnersLost at once if a rank is lost, though others may still wait for it."""
         end = time.monotonic() + within_s
-        of_rank = arguments or [()] * len(self.runners)
-        futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, of_rank, strict=True)]
+        per_rank = arguments or [()] * len(self.runners)
+        futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, per_rank, strict=True)]
         running = set(futures)
         while running:
             done, running = wait(running, _WATCH_S, FIRST_EXCEPTION)
@@ -240,7 +240,7 @@ class RunnerGroup:
         ranks = range(self._config.tensor_parallel_size)
         options = [runner_options(self._config, self._group, rank, self._gpu) for rank in ranks]
         actors = [titled(ModelRunnerActor, "runner", rank=rank) for rank in ranks]
-        return [actor.options(**of_rank).remote() for actor, of_rank in zip(actors, options, strict=True)]
+        return [actor.options(**per_rank).remote() for actor, per_rank in zip(actors, options, strict=True)]
 
     def check(self) -> None:
         """Close the step channel if a rank is lost. Called every second while the runners serve.
@@ -265,9 +265,9 @@ def agreed_blocks(offers: list[ModelInfo]) -> int:
 
 
 class DraftKeeper:
-    """The draft of one engine, its own or a shared one, replaced when it is lost.
+    """One engine's draft, its own or a shared one, replaced when it is lost.
 
-    The end of the connection shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
+    The connection's end shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
     also after the death of the calling engine."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, shared_name: str) -> None:

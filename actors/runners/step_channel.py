@@ -1,4 +1,4 @@
-"""The step channel: plans to every rank, and results of rank 0 back, in order, without Ray.
+"""The step channel: plans to every rank, and rank 0's results back, in order, without Ray.
 
 `SocketExecutor` is the executor (runtime.core.executor) for runner processes, as `InProcess` is for a runner in the
 engine's own process.
@@ -11,7 +11,7 @@ engine's own process.
 
 Each rank has one connection (transport.py), which carries the frames of runtime.core.plan. Ranks pass plans on to their
 followers, so a step costs the engine one write and one wake-up for any number of ranks. A rank on another machine gets
-its plans from the engine itself. Ranks other than 0 send only faults. The end of its socket shows the death of a rank,
+its plans from the engine itself. Ranks other than 0 send only faults. The end of its socket shows a rank's death,
 and the engine polls all sockets whenever it waits.
 
 All waiting is in the kernel. The engine never waits for one rank alone. A rank that does not read its plan may itself
@@ -40,7 +40,7 @@ from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
 
 logger = logging.getLogger(__name__)
 
-_FAULT = b"CBE1"  # begins the last frame of a runner that failed to execute a plan; a sentence follows
+_FAULT = b"CBE1"  # begins a runner's last frame after it failed to execute a plan; a sentence follows
 
 _Launched = queue.SimpleQueue[Callable[[], StepResult] | None]  # None at the end
 
@@ -63,9 +63,9 @@ class SocketExecutor:
         self._writer = PlanWriter()
         self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
-        self._sockets: list[FrameSocket] = []  # by rank
+        self._sockets: list[FrameSocket] = []  # sockets by rank
         self._direct_ranks: list[int] = []  # ranks that get plans from the engine; each passes them on
-        self._ranks: dict[int, int] = {}  # by file descriptor
+        self._ranks: dict[int, int] = {}  # ranks by file descriptor
         self._poll = select.poll()
         self._results: deque[bytearray] = deque()  # received from rank 0, not collected yet
         self._fault: RunnersLost | None = None  # raised after these results
@@ -106,11 +106,11 @@ class SocketExecutor:
         for place, rank in enumerate(local[1:]):
             upper, lower = socket.socketpair()
             relays[local[place // 2]].append(upper)
-            relays[rank].append(lower)  # the first socket of a rank leads up, the others lead down
+            relays[rank].append(lower)  # a rank's first socket leads up, the others lead down
         self._direct_ranks = [rank for rank in range(self.num_ranks) if rank not in local[1:]]
         for rank, end in enumerate(self._sockets):
             sockets = relays.get(rank, [])
-            with contextlib.suppress(OSError):  # `collect` detects the end of this rank
+            with contextlib.suppress(OSError):  # `collect` detects this rank's end
                 socket.send_fds(end.sock, [bytes([rank in self._direct_ranks])], [sock.fileno() for sock in sockets])
             for sock in sockets:
                 sock.close()
@@ -223,7 +223,7 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
 
 
 def _take_relays(engine: FrameSocket) -> tuple[FrameSocket, list[FrameSocket]]:
-    """Wait for the relay sockets. Returns the source of plans, and the followers of this rank."""
+    """Wait for the relay sockets. Returns the source of plans, and this rank's followers."""
     try:
         is_direct, fds, _, _ = socket.recv_fds(engine.sock, 1, 3)
     except OSError:  # the engine is gone, which the next receive detects

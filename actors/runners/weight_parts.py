@@ -1,6 +1,6 @@
 """Parts of a weight update that cross processes: tensors in Ray's object store, and tensors that an actor has.
 
-A client sends them through the engine to all ranks. Each rank turns them into parts of runtime/updates/parts.py, which
+A client sends them through the engine to all ranks. Each rank turns them into parts (runtime/updates/parts.py), which
 its process can read. Tensors travel as numpy arrays, because Ray maps these into the reader's memory without a copy.
 """
 
@@ -70,7 +70,7 @@ def as_tensor(stored: Any) -> torch.Tensor:
     if isinstance(stored, torch.Tensor):
         return stored.detach()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # arrays of the object store are read-only
+        warnings.simplefilter("ignore")  # arrays in the object store are read-only
         if isinstance(stored, StoredTensor):
             if not stored.array.size:  # its strides may be any
                 return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))

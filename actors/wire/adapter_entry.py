@@ -1,4 +1,4 @@
-"""Names of adapters (LoRA), as the processes of an application agree on them.
+"""Adapter names (LoRA), as an application's processes agree on them.
 
 Each front and each engine stores the newest entry of every name, so no process's end loses a name. A front that gets a
 request to load or unload an adapter sends the new entry to all engines, and engines send it to all their fronts. The
@@ -17,7 +17,7 @@ class AdapterEntry(msgspec.Struct, array_like=True, frozen=True):
     """The meaning of a name."""
 
     name: str
-    path: str  # of its folder, on the engines' nodes; empty if the name was unloaded
+    path: str  # its folder on the engines' nodes; empty if the name was unloaded
     version: int = 0  # wall clock in ns, or one more than the replaced entry's; 0 if it comes from the command line
 
     def is_older(self, now_ns: int) -> bool:
@@ -29,7 +29,7 @@ class AdapterState(msgspec.Struct, array_like=True, frozen=True):
     """The state of a name's newest entry on one engine. Without a digest and an error, the adapter is loading."""
 
     entry: AdapterEntry
-    digest: str = ""  # of the name's adapter; after an unload, of the one that running requests still use
+    digest: str = ""  # the adapter's digest; after an unload, the one that running requests still use
     error: str = ""  # why it could not be loaded; empty if it could
     # Digest of the name's previous adapter; empty if there is none. Requests may use it until its successor is loaded
     # and the fronts have received that, and longer if the successor fails to load.

@@ -14,7 +14,7 @@ from runtime.base.types import CallboardError, Request, RequestOutput
 
 
 class Refusal(StrEnum):
-    """Why a request was refused, in the order of hope for a retry; the label of callboard:requests_refused."""
+    """Why a request was refused, best hope for a retry first; the label of callboard:requests_refused."""
 
     BUSY = "busy"  # the queue is full
     DRAINING = "draining"  # the engine takes no new requests before it ends
@@ -84,7 +84,7 @@ class AdapterClient(Protocol):
 class EngineClient(Protocol):
     """The engines as a front uses them, on this node or another."""
 
-    info: ModelInfo  # of the engine with the longest context
+    info: ModelInfo  # the model of the engine with the longest context
 
     @property
     def adapters(self) -> AdapterClient:
@@ -144,7 +144,7 @@ class EngineClient(Protocol):
         ...
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
-        """Send each engine the counts of its requests since the last report.
+        """Send each engine its request counts since the last report.
 
         Returns the figures of all engines that answered. Counts for the others are lost."""
         ...

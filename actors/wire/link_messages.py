@@ -30,8 +30,8 @@ from runtime.policy.engine_load import EngineLoad
 
 # A front sends a heartbeat every HEARTBEAT_S, and the engine answers each. An engine that misses LOST_AFTER_BEATS is
 # lost, and its streams move to other engines: after 1.2 to 1.4 s if it was cut off. A process that pauses for less than
-# 1.2 s is not lost. More patience would lengthen every real outage. A needless move recomputes only the part of each
-# prefix that the other engine has not cached.
+# 1.2 s is not lost. More patience would lengthen every real outage. A needless move recomputes only what the other
+# engine has not cached of each prefix.
 HEARTBEAT_S = 0.2
 LOST_AFTER_BEATS = 6
 LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
@@ -40,8 +40,8 @@ LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
 class Submit(msgspec.Struct, array_like=True, tag=1):
     """Serve `request` as `stream`; its request_id is for logs and aborts.
 
-    A resumed request, which an engine has accepted before, skips the limits of the queue. The request names its grammar
-    by a key. The text of the key was sent on this connection before."""
+    A resumed request, which an engine has accepted before, skips the queue's limits. The request names its grammar
+    by a key. The key's text was sent on this connection before."""
 
     stream: int
     request: Request
@@ -56,7 +56,7 @@ class _SubmitHead(msgspec.Struct, array_like=True, tag=1):
 class SharedPrompts:
     """Leaves out of a Submit the tokens and the prediction that it shares with the one before it.
 
-    The choices of a request share them by identity. They cross a connection once, and are shared in the engine too.
+    A request's choices share them by identity. They cross a connection once, and are shared in the engine too.
     Each end of a connection has one instance, and both process the same Submits in the same order."""
 
     def __init__(self) -> None:
@@ -113,14 +113,14 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=3):
 
 
 class AbortById(msgspec.Struct, array_like=True, tag=7):
-    """End a request of any front, or all choices of one. An unknown id is ignored."""
+    """End any front's request, or all its choices. An unknown id is ignored."""
 
     name: str
 
     def means(self, request_id: str) -> bool:
-        """True if the id of a choice, [OWNER/]KIND-ID-INDEX, belongs to the named request.
+        """True if a choice's id, [OWNER/]KIND-ID-INDEX, belongs to the named request.
 
-        A name is the id of a choice, KIND-ID, or the client's own ID. A name without an owner matches every owner."""
+        A name is a choice's id, KIND-ID, or the client's own ID. A name without an owner matches every owner."""
         owner, _, name = self.name.rpartition("/")
         owner_of, _, choice = request_id.rpartition("/")
         return name in (choice, choice.rpartition("-")[0], client_id(choice)) and owner in ("", owner_of)
@@ -141,14 +141,14 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Tokens(msgspec.Struct, array_like=True, tag=4):
-    """The output of one step for one front, in columns of int32: `streams[i]` gained `token_ids[i]`."""
+    """One step's output for one front, in int32 columns: `streams[i]` gained `token_ids[i]`."""
 
     streams: bytes = b""
     token_ids: bytes = b""
     ended: list[Ended] = []
     started: list[tuple[int, int, float, float]] = []  # (stream, cached tokens, s queued, s in prefill), once each
-    logprobs: dict[int, TokenLogprobs] = {}  # by index in the columns
-    sampled_at: float = 0.0  # by the engine's wall clock, in seconds
+    logprobs: dict[int, TokenLogprobs] = {}  # key: index in the columns
+    sampled_at: float = 0.0  # seconds on the engine's wall clock
     reports: list[tuple[int, Report]] = []  # (stream, report), before its tokens and its end
     accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): once when queued, once when admitted
 
@@ -165,16 +165,16 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
     stream: int
     message: str
     reason: Refusal
-    retry_after_s: float = 0.0  # with Refusal.BUSY
+    retry_after_s: float = 0.0  # set with Refusal.BUSY
 
 
 class WaitLimits(msgspec.Struct, array_like=True, frozen=True):
     """The limits of requests that wait at a front for an engine. None is unlimited."""
 
     max_requests: int
-    max_tokens: int  # of all together; a single one may have more
+    max_tokens: int  # tokens in all together; a single one may have more
     timeout_s: float | None
-    trainer_timeout_s: float | None = None  # of a request that waits for weights
+    trainer_timeout_s: float | None = None  # limit for a request that waits for weights
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
@@ -184,14 +184,14 @@ class Status(msgspec.Struct, array_like=True, tag=6):
 
     reason: str | None  # why it cannot serve; None if it is healthy
     draining: bool = False
-    adapters: list[AdapterState] = []  # all in the first Status of a connection, then changed ones
+    adapters: list[AdapterState] = []  # all in a connection's first Status, then changed ones
     is_asleep: bool = False  # its requests wait
     dropped: list[str] = []  # names that the engine has forgotten
     kept: dict[str, str] = {}  # folders of all adapters that resumed streams may use, by digest
-    fingerprint: str = ""  # of the model with its current weights
-    weights: WeightVersion | None = None  # of the tokens that follow; None without weight_updates
+    fingerprint: str = ""  # identifies the model with its current weights
+    weights: WeightVersion | None = None  # version for the tokens that follow; None without weight_updates
     pause: Pause | None = None  # the current one
-    limits: WaitLimits | None = None  # of requests that wait at the front
+    limits: WaitLimits | None = None  # limits for requests that wait at the front
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
@@ -236,7 +236,7 @@ class Done(msgspec.Struct, array_like=True, tag=14):
 
     number: int
     error: str = ""  # why it failed; empty if it is done
-    code: RefusalCode = "busy"  # of a failed Pause
+    code: RefusalCode = "busy"  # why a Pause failed
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):
@@ -263,7 +263,7 @@ class EngineLoading(CallboardError):
     """The engine loads its model, and has an address only afterwards. The text names the current phase."""
 
 
-# for the engine's step thread
+# what the engine's step thread receives
 FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | Sleep | Pause | CancelPause
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""The metrics of engines and fronts: names, types and buckets, and values that can be added up.
+"""Engine and front metrics: names, types and buckets, and values that can be added up.
 
     front     counts per request, in one MetricValues for each engine
         | FrontFigures, about once a second and when a client requests /metrics: the increase since the last one
@@ -6,7 +6,7 @@
     engine    counts per step; adds the reports of its fronts        -> Snapshot: all figures of this engine
 
 Only an engine's process holds its totals. So every front can return them, and the counts that a front has reported
-survive its end. A new engine begins at zero, like a restarted process of any exporter. Names, types and buckets are
+survive its end. A new engine begins at zero, like any exporter after a restart. Names, types and buckets are
 vLLM's where vLLM has the metric.
 """
 
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     bounds: tuple[float, ...] = ()
-    label: str = ""  # beside model_name and engine; several labels and their values are separated by spaces
+    label: str = ""  # added to model_name and engine; several labels and their values are separated by spaces
     label_values: tuple[str, ...] = ("",)  # values that are present from the start, at zero
 
 
@@ -209,11 +209,11 @@ class MetricValues(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, tag=9):
-    """All figures of one engine, and the labels of two metrics that carry their values in labels."""
+    """One engine's figures, and the labels of two metrics that carry their values in labels."""
 
     figures: MetricValues
-    cache_config: dict[str, str]  # of vllm:cache_config_info: cache and weights
-    lora: dict[str, str] = {}  # of vllm:lora_requests_info: names of adapters; empty if max_loras is 0
+    cache_config: dict[str, str]  # labels of vllm:cache_config_info: cache and weights
+    lora: dict[str, str] = {}  # labels of vllm:lora_requests_info: adapter names; empty if max_loras is 0
 
 
 def all_at_zero() -> MetricValues:

@@ -19,17 +19,17 @@ class ProcessFigures(NamedTuple):
     """The use of processes, by role."""
 
     memory: dict[str, float]  # resident bytes now
-    cpu: dict[str, float]  # seconds of all processes of the role, ended ones included
+    cpu: dict[str, float]  # seconds of all processes with the role, ended ones included
 
 
 class ProcessMeter:
-    """Reads the figures of processes. The CPU time of a process stays counted after its end."""
+    """Reads process figures. A process's CPU time remains counted after its end."""
 
     def __init__(self, processes: Callable[[], Iterable[tuple[str, int]]]) -> None:
         """`processes` returns the role and the process id of each living process."""
         self._processes = processes
         self._cpu: defaultdict[str, float] = defaultdict(float)
-        self._last: dict[tuple[int, int], float] = {}  # CPU seconds, by process id and the time of its start
+        self._last: dict[tuple[int, int], float] = {}  # CPU seconds, by process id and start time
         self._reading = threading.Lock()
 
     def read(self) -> ProcessFigures:

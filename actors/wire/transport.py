@@ -4,9 +4,9 @@
     Listener.invite(host)    --- Ray call --->     connect(address), connect_stream(address, ...)
     Listener.accept()        <-- secret -----
 
-Every connection begins with the secret of its invitation, which is compared before anything else is read. Nothing is
+Every connection begins with its invitation's secret, which is compared before anything else is read. Nothing is
 unpickled from a socket. The byte stream runs over a Unix socket on one node (12 us a round trip, without spinning), and
-over TCP between nodes. The users of this module define the contents of frames.
+over TCP between nodes. This module's users define the frames' contents.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from typing import TypeVar
 logger = logging.getLogger(__name__)
 
 MAX_FRAME = 256 << 20  # bytes; checked before memory is allocated
-_CHUNK = 64 << 10  # bytes of one read
+_CHUNK = 64 << 10  # bytes in one read
 _SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max
 _LENGTH = struct.Struct("<I")  # stands before each frame
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 _SECRET_LEN = 32
-_HANDSHAKE_S = 10.0  # for a connection to send its secret
-_MAX_HANDSHAKES = 64  # at the same time; an invited process needs milliseconds
-_ACCEPT_RETRY_S = 0.5  # between attempts while accept fails
+_HANDSHAKE_S = 10.0  # limit until a connection has sent its secret
+_MAX_HANDSHAKES = 64  # handshakes at the same time; an invited process needs milliseconds
+_ACCEPT_RETRY_S = 0.5  # seconds between attempts while accept fails
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """The address for one connection of an invited process. A Ray call carries it."""
 
-    endpoint: str | tuple[str, int]  # the path of a Unix socket, or host and port
+    endpoint: str | tuple[str, int]  # a Unix socket's path, or host and port
     secret: bytes = field(repr=False)  # the first bytes on the connection
 
     @property
@@ -161,11 +161,11 @@ async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Rece
 class Listener:
     """The listening end for invited processes. One thread accepts; any thread may invite or close.
 
-    Its name is abstract, so that the death of its process leaves no file behind. Every process on this host can connect
-    to an abstract name. Connections of other users are closed at once, and the secret decides about the rest."""
+    Its name is abstract, so that its process's death leaves no file behind. Every process on this host can connect
+    to an abstract name. Other users' connections are closed at once, and the secret decides about the rest."""
 
     def __init__(self) -> None:
-        self._invited: dict[bytes, Address] = {}  # by secret; each admits one connection
+        self._invited: dict[bytes, Address] = {}  # invitations by secret; each admits one connection
         self._pending: dict[
             int, tuple[socket.socket, float]
         ] = {}  # connections before their secret, and their deadlines

@@ -48,7 +48,7 @@ class Checked(msgspec.Struct, frozen=True):
 
     update_id: str
     num_parts: int
-    is_complete: bool  # all tensors of the model are staged
+    is_complete: bool  # all the model's tensors are staged
     serial: int
     name: str
     identity: str
@@ -79,8 +79,8 @@ class Pause(WeightCall[None], array_like=True, tag=17, frozen=True):
 
     number: int = 0
     pause_id: str = ""  # the same for all engines
-    mode: Literal["keep", "wait", "abort"] = "abort"  # for running requests
-    kv: Literal["recompute", "keep"] = "recompute"  # of running requests, if the weights change meanwhile
+    mode: Literal["keep", "wait", "abort"] = "abort"  # what happens to running requests
+    kv: Literal["recompute", "keep"] = "recompute"  # running requests' KV, if the weights change meanwhile
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)] | None = None  # None for trainer_timeout_s
     joins: bool = False  # it began before the engine: one that was paused or resumed ignores it
 
@@ -114,7 +114,7 @@ class Receive(WeightCall[None], frozen=True):
     """Stage parts of the open update."""
 
     parts: list[SentPart] | None = None
-    update_info: UpdateInfo | None = None  # in place of `parts`; the engine parses it, since it may be long
+    update_info: UpdateInfo | None = None  # replaces `parts`; the engine parses it, since it may be long
 
 
 class Check(WeightCall[Checked], frozen=True):
@@ -126,7 +126,7 @@ class Finish(WeightCall[WeightState], frozen=True):
 
     weight_version: str | None = None  # its name; None for the number of updates so far
     wait_stored: bool = False  # answer when restarted runners would have the version, too
-    kv: Literal["recompute", "keep"] | None = None  # of running requests; None for the pause's choice
+    kv: Literal["recompute", "keep"] | None = None  # running requests' KV; None for the pause's choice
     update_id: str | None = None  # refuse another update than this; the front sets it
     newest: tuple[int, str] | None = None  # serial and name that precede the update on all engines; the front sets it
 

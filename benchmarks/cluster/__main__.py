@@ -54,12 +54,7 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
         cluster = Cluster(folder, settings, has_head_apart=has_head_apart, has_redis=False)
         await run(cluster, args.model, args.seconds)
         return
-    cluster = Cluster(
-        folder,
-        settings,
-        has_head_apart=is_apart,
-        has_redis="head-killed" in args.cases,
-    )
+    cluster = Cluster(folder, settings, has_head_apart=is_apart, has_redis="head-killed" in args.cases)
     started = time.monotonic()
     cluster.start(args.model)
     clients = Clients(cluster.url)

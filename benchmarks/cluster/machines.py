@@ -31,7 +31,11 @@ _NO_CPUS, _ENGINE = ["--num-cpus=0"], ["--num-cpus=2"]
 _FRONT = ["--num-cpus=3", '--resources={"front": 1}']  # room for another front in an update, not for another engine
 FRONT = {"name": "Front", "ray_actor_options": {"num_cpus": 0.5, "resources": {"front": 0.5}}}
 _ENGINE_TITLE = "ray::Callboard:callboard:engine:"
-_HEAD_TYPE, _FAKE = "ray.head.default", "ray.autoscaler._private.fake_multi_node.node_provider"
+_COMMANDS = (  # of a cluster file; the fake provider runs none
+    "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
+    "head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter",
+)  # fmt: skip
+_HEAD_TYPE = "ray.head.default"
 # A raylet ends if its agents take 15 s to write their ports, as on busy cores. It looks for one of the fixed ones, too.
 _AGENTS = ["--metrics-export-port=20001", "--runtime-env-agent-port=20002", "--dashboard-agent-grpc-port=20003"]
 _AGENT_PORT = 52365
@@ -120,7 +124,7 @@ class Cluster:
         config = {
             "cluster_name": "fake", "max_workers": 3, "idle_timeout_minutes": idle_s / 60, "head_node_type": _HEAD_TYPE,
             "provider": {
-                "type": "external", "module": f"{_FAKE}.FakeMultiNodeProvider", "gcs_address": self._gcs,
+                "type": "external", "module": "benchmarks.cluster.fake_nodes.FakeNodes", "gcs_address": self._gcs,
                 "launch_multiple": True, "use_node_id_as_ip": True, "disable_node_updaters": True,
                 "disable_launch_config_check": True, "head_node_id": FAKE_HEAD_NODE_ID,
             },
@@ -128,10 +132,16 @@ class Cluster:
                 name: {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": most}
                 for name, (resources, most) in types.items()
             },
+            "auth": {}, "docker": {}, "file_mounts": {}, **{name: [] for name in _COMMANDS},
         }  # fmt: skip
         path = self._folder / "autoscaler.json"
         path.write_text(json.dumps(config))
-        own = {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        own = {
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "PYTHONPATH": str(_ROOT),
+        }
         ids = dict.fromkeys(("RAY_CLOUD_INSTANCE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"), FAKE_HEAD_NODE_ID)
         num_cpus, others = head.get("CPU", 0), {name: amount for name, amount in head.items() if name != "CPU"}
         options = *_HEAD[:-1], f"--autoscaling-config={path}", f"--num-cpus={num_cpus:g}"

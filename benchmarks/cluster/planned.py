@@ -90,7 +90,7 @@ async def upgraded(cluster: Cluster, model: str | None, seconds: float) -> None:
 
 
 async def autoscaled(cluster: Cluster, model: str | None, seconds: float) -> None:
-    cluster.start_autoscaler({"CPU": 1, "front": 1}, {"CPU": 2}, _IDLE_S)
+    cluster.start_autoscaler({"CPU": 1, "front": 1}, {"CPU": 2, "memory": 4e9}, _IDLE_S)
     sleep = {"idle_sleep": f"{seconds:g}s", "max_replicas": 3, "scale_in_delay_s": seconds}
     args = cluster.args(model, num_fronts=1, device="cpu", max_num_seqs=4, **sleep)
     began = time.monotonic()

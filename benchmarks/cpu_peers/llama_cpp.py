@@ -7,6 +7,7 @@ and continuous batching. All settings are llama.cpp's defaults, except the threa
 from __future__ import annotations
 
 import ctypes
+import signal
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any
 
 import xllamacpp
 
-from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, do_jobs
+from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, arguments, do_jobs
 
 SLOT_TOKENS = 512  # of the context of each slot; also the default of llama_context_params
 
@@ -48,9 +49,9 @@ def _library() -> ctypes.CDLL:
     """llama.cpp's own functions, which the wheel's one extension module exports."""
     (path,) = Path(xllamacpp.__file__).parent.glob("xllamacpp*.so")
     library = ctypes.CDLL(str(path))
-    for name, (result, *arguments) in _SIGNATURES.items():
+    for name, (result, *operands) in _SIGNATURES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, operands
     return library
 
 
@@ -139,5 +140,17 @@ def load(settings: dict[str, Any]) -> tuple[Mapping[str, Measure], dict[str, str
     return {"decode": cells.decode, "prompt": cells.prompt, "batch8": cells.batch8}, facts
 
 
+def serve(settings: dict[str, Any]) -> None:
+    """Serve HTTP with one slot until a signal."""
+    params = server_params(settings["model"], settings["threads"], 1, settings["context"])
+    params.port = settings["port"]
+    server = xllamacpp.Server(params)  # it serves from threads of its own
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    del server
+
+
 if __name__ == "__main__":
-    do_jobs(load)
+    if "port" in arguments():  # `servers.py` starts a server
+        serve(arguments())
+    else:
+        do_jobs(load)

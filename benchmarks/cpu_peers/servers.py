@@ -7,26 +7,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.cpu_peers.jobs import PROMPT_TOKENS, Job
-from benchmarks.cpu_peers.side import ROOT, Log, SideError
+from benchmarks.cpu_peers.side import Log, SideError
+from benchmarks.library.servers import NotReady, server, tree_of
 from serve_app.bench.client import Client, Turn
 
 CONTEXT = 4096  # tokens of the context, and of the KV cache, of both servers
 _BLOCK = 16  # tokens; Callboard's default block_size
 _STREAMS = 3  # of a start, one after the other
-_START_S, _STOP_S, _POLL_S = 120.0, 60.0, 0.02
+_START_S = 120.0
 _MIB = 1 << 20
 
 
@@ -47,43 +43,18 @@ def callboard_command(model: str, threads: int, port: int, settings: list[str]) 
 
 def llama_cpp_command(model: str, threads: int, port: int) -> list[str]:
     settings: dict[str, Any] = {"model": model, "threads": threads, "port": port, "context": CONTEXT}
-    return [sys.executable, "-m", "benchmarks.cpu_peers.llama_server", json.dumps(settings)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return [sys.executable, "-m", "benchmarks.cpu_peers.llama_cpp", json.dumps(settings)]
 
 
 def measure_start(command: list[str], port: int, env: Mapping[str, str], job: Job | None) -> dict[str, float]:
     """Start a server, measure it, and stop it. Without a job it gets no requests."""
     log, begin = Log(), time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | dict(env), stdin=subprocess.DEVNULL, stdout=log.file, stderr=log.file
-    )
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(process, url, log)
-        figures = {"ready_s": time.perf_counter() - begin} | memory_of(process.pid)
-        return figures if job is None else figures | asyncio.run(_streams(url, job))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Log) -> None:
-    end = time.perf_counter() + _START_S
-    while time.perf_counter() < end:
-        if process.poll() is not None:
-            raise SideError(f"A server ended with exit code {process.returncode}:\n{log.last_lines()}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(_POLL_S)
-    raise SideError(f"A server was not ready after {_START_S:.0f} s:\n{log.last_lines()}")
+        with server(command, port, env=env, log=log.file, start_s=_START_S) as process:
+            figures = {"ready_s": time.perf_counter() - begin} | memory_of(process.pid)
+            return figures if job is None else figures | asyncio.run(_streams(f"http://127.0.0.1:{port}", job))
+    except NotReady as e:
+        raise SideError(f"{e}\n{log.last_lines()}") from None
 
 
 async def _streams(url: str, job: Job) -> dict[str, float]:
@@ -113,19 +84,6 @@ def memory_of(root: int) -> dict[str, float]:
             peaks.append(_kib(Path(f"/proc/{pid}/status"), "VmHWM:") * 1024 / _MIB)
             shares.append(_kib(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024 / _MIB)
     return {"model_mib": max(peaks), "all_mib": sum(shares)}
-
-
-def tree_of(root: int) -> list[int]:
-    """A process and its descendants."""
-    children = dict[int, list[int]]()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
 
 
 def _kib(path: Path, field: str) -> int:

@@ -38,11 +38,9 @@ class Log:
 class Side:
     """One process of `jobs.do_jobs`, which is stopped between its jobs so that its threads disturb no other side."""
 
-    def __init__(
-        self, module: str, settings: Mapping[str, Any], env: Mapping[str, str], python: str = sys.executable
-    ) -> None:
+    def __init__(self, module: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self.name, self._log = module, Log()
-        command = [python, "-m", f"benchmarks.cpu_peers.{module}", json.dumps(dict(settings))]
+        command = [sys.executable, "-m", f"benchmarks.cpu_peers.{module}", json.dumps(dict(settings))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log.file}
         self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | dict(env), text=True, **pipes)
         try:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from benchmarks.cpu_peers.jobs import LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, do_jobs
+from benchmarks.cpu_peers.jobs import BATCH, LONG_PROMPT_TOKENS, PROMPT_TOKENS, Job, Measure, do_jobs
 
 
 class Transformers:
@@ -39,8 +39,16 @@ class Transformers:
         self._step(torch.tensor([prompt]), None)
         return {"tok_s": LONG_PROMPT_TOKENS / (time.perf_counter() - start)}
 
+    @torch.inference_mode()
+    def batch8(self, job: Job) -> dict[str, float]:
+        start = time.perf_counter()
+        token, cache = self._step(torch.tensor(job.prompts(BATCH, PROMPT_TOKENS)), None)
+        for _ in range(job.new_tokens - 1):
+            token, cache = self._step(token, cache)
+        return {"tok_s": BATCH * job.new_tokens / (time.perf_counter() - start)}
+
     def _step(self, token_ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """The next token [1, 1] and the cache."""
+        """The next token of each row, and the cache."""
         done = self._model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return done.logits[:, -1:].argmax(-1), done.past_key_values
 
@@ -50,7 +58,7 @@ def load(settings: dict[str, Any]) -> tuple[Mapping[str, Measure], dict[str, str
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])).eval()
     cells = Transformers(model)
     facts = {"transformers": transformers.__version__, "dtype": settings["dtype"]}
-    return {"decode": cells.decode, "prompt": cells.prompt}, facts
+    return {"decode": cells.decode, "prompt": cells.prompt, "batch8": cells.batch8}, facts
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import build_decoder
+from runtime.quant.held_weight import held_dense
 from runtime.worker.runner import choose_numerics
 
 TARGET = CONFIGS["llama-3.1-8b"]
@@ -132,10 +133,8 @@ class Pair:
     def decoder(self, epsilon: float | None) -> Decoder:
         """The target, or without an epsilon the draft."""
         num_positions = PROMPT_LEN + OUTPUT_LEN
-        if epsilon is None:
-            return build_decoder(self.draft_spec, self.numerics, num_positions, lambda name: (self.draft(name),))
-        read = self.target(epsilon)
-        return build_decoder(self.target_spec, self.numerics, num_positions, lambda name: (read(name),))
+        spec, read = (self.draft_spec, self.draft) if epsilon is None else (self.target_spec, self.target(epsilon))
+        return build_decoder(spec, self.numerics, num_positions, lambda name: held_dense(name, read(name)))
 
     def measure(self, epsilon: float, num_prompts: int, seed: int) -> dict[str, Any]:
         """How both agree on `num_prompts` texts at each of TEMPERATURES; the target writes new ones."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.matrix import FAULTS, WHEN, Fault
-from benchmarks.faults.page import write_page
+from benchmarks.faults.page import PLOT, draw, lines_of, write_page
 from benchmarks.library.measure import Results, new_parser
 
 _FIELDS = {  # of the application
@@ -69,6 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.page:
         write_page()
+        draw(lines_of(), PLOT)
         return
     columns = args.when.split(",") if args.when else list(WHEN)
     if unknown := set(columns) - WHEN.keys():

@@ -5,7 +5,7 @@
 
 Products read each weight once (few rows) or are bound by arithmetic (many). Everything else is bound by memory, and at
 few rows by the start of a kernel. Several launches over different data form one CUDA graph; times are medians of its
-replays. Attention alone is in kernels_attention.py, which also sets the ceilings.
+replays. Attention alone is in kernels_attention.py, and the ceilings in timing.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from benchmarks.kernels.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
+from benchmarks.kernels.kernels_attention import decode_bytes, decode_seconds
+from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, graph_seconds
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import spec_of
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_triton
@@ -41,7 +42,6 @@ from runtime.kernels.sampling.sample import (
 )
 from runtime.kernels.step.step_inputs import build_inputs
 
-_ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _CONTEXT = 512  # positions that a row attends to
 
 
@@ -69,7 +69,7 @@ def products(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     if rows <= MAX_ROWS:
         kernels["few_rows_linear"] = skinny_gemm_triton
     for (name, (size_out, size_in)), (kernel, product) in itertools.product(shapes.items(), kernels.items()):
-        launches = max(2, min(32, _ROTATION_BYTES // (2 * size_out * size_in)))
+        launches = max(2, min(32, ROTATION_BYTES // (2 * size_out * size_in)))
         pairs = [(randn(rows, size_in), randn(size_out, size_in)) for _ in range(launches)]
         yield Case(
             f"{kernel} {name}", _each(product, pairs), launches, 2 * (size_out * size_in + rows * (size_in + size_out)),
@@ -81,19 +81,26 @@ def _each(function: Callable, arguments: list[tuple[torch.Tensor, ...]]) -> Call
     return lambda i: function(*arguments[i])
 
 
+def attention_of(spec: DecoderSpec) -> AttentionSpec:
+    """The first attention of a model."""
+    mixers = (layer.mixer for layer in spec.layers)
+    return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+
 def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     """The kernels between the products, with the bytes that each must move."""
-    hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
+    hidden, ffn, attention = spec.hidden_size, spec.ffn.size, attention_of(spec)
+    num_kv_heads, dim = attention.num_kv_heads, attention.head_dim
     weight, x = randn(hidden), randn(rows, hidden)
     yield Case("rms_norm", lambda i: rms_norm_triton(x, weight, 1e-5), 16, 2 * rows * hidden * 2)
     gate_up = randn(rows, 2 * ffn)
     yield Case("gated_activation", lambda i: gated_activation_triton(gate_up, "silu"), 16, 2 * rows * ffn * 3)
 
-    qkv = randn(rows, spec.num_heads + 2 * spec.num_kv_heads, dim)
-    kv = randn(2, spec.num_kv_heads, rows + 1, 16, dim)
+    qkv = randn(rows, attention.num_heads + 2 * num_kv_heads, dim)
+    kv = randn(2, num_kv_heads, rows + 1, 16, dim)
     positions = torch.arange(rows, device="cuda", dtype=torch.int32)
-    rope = rope_rows_triton(rope_table(spec.rope, dim, rows, torch.bfloat16).cuda(), positions)
-    norms = (randn(dim), randn(dim)) if spec.qk_norm else (None, None)
+    rope = rope_rows_triton(rope_table(attention.rope, dim, rows, torch.bfloat16).cuda(), positions)
+    norms = (randn(dim), randn(dim)) if attention.qk_norm == "head" else (None, None)
     places = positions * 16
     turn = lambda i: rope_store_kv_triton(qkv, rope, kv, places, *norms, 1e-6)  # noqa: E731
     yield Case("rope_store_kv", turn, 16, 2 * 2 * qkv.numel())
@@ -111,7 +118,7 @@ def sampling(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     state = torch.randint(vocab, (rows + 1, 8192 + NUM_PARAMS), device="cuda", dtype=torch.int32)
     tokens, params = state.split([8192, NUM_PARAMS], 1)
     floats = params.view(torch.float32)
-    launches = max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab)))
+    launches = max(2, min(16, ROTATION_BYTES // (4 * rows * vocab)))
     logits = torch.randn(launches, rows, vocab, device="cuda")
     sampled = {
         "greedy": {},
@@ -148,7 +155,8 @@ def main() -> None:
     for rows in tqdm(args.rows, unit="batch"):
         timed = []
         if "attention" in args.only:
-            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            mixer = attention_of(spec)
+            heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
             seconds = decode_seconds(rows, _CONTEXT, heads)
             moved = decode_bytes(rows, _CONTEXT, heads)
             timed.append((f"decode_attention, {_CONTEXT} positions", seconds, moved, 0, None))

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from tqdm import tqdm
 
+from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, graph_seconds
 from benchmarks.library.measure import Results
 from runtime.base.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.kernels.attention.decode_attention import decode_attention
@@ -28,31 +27,7 @@ from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.worker.kv_cache import KVCache
 
-HBM_BYTES_S = 4.45e12  # read, measured on an H200
-BF16_FLOP_S = 788e12  # GEMM 8192^3, measured there
-_ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-
-def graph_seconds(launch: Callable[[int], object], launches: int, replays: int = 15) -> float:
-    """Seconds of one of `launches` launches that a CUDA graph holds; launch(i) is the i-th."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launch(0)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(launches):
-                launch(i)
-        times = []
-        for _ in range(replays + 2):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3 / launches)
-    return median(times[2:])
 
 
 def paged_rows(starts: list[int], count: int, max_len: int, tables: torch.Tensor) -> PagedRows:
@@ -77,7 +52,7 @@ def decode_seconds(
     num_heads, _, head_dim = heads
     row_blocks = -(-length // block_size)
     spec = kv_spec(heads, kv_cache_dtype)
-    launches = max(2, min(48, -(-_ROTATION_BYTES // (num_rows * spec.bytes_per_token * row_blocks * block_size))))
+    launches = max(2, min(48, -(-ROTATION_BYTES // (num_rows * spec.bytes_per_token * row_blocks * block_size))))
     kv, scales = random_layer(spec, 1 + launches * num_rows * row_blocks, block_size)
     blocks = 1 + torch.randperm(launches * num_rows * row_blocks, device="cuda", dtype=torch.int32)
     tables = blocks.view(launches, num_rows, row_blocks)

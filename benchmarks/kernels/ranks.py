@@ -1,13 +1,12 @@
-"""Time of an all-reduce between ranks: each a process with a GPU of its own, or two streams of one GPU.
+"""Time of an all-reduce between ranks, each a process with a GPU of its own.
 
     python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
     python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
     python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and checks the totals of a million sums
-    python -m benchmarks.kernels.ranks --streams --soak 10000
+    python -m benchmarks.kernels.ranks --soak 10000             # the same on two streams of one GPU
 
 Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
-NCCL in such a graph is timed beside it (--nccl). On two streams both ranks write into the one GPU's memory, with fewer
-programs. That is the time of the kernel without a link.
+NCCL in such a graph is timed in the same run (--nccl).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -28,20 +27,17 @@ from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
 _WIDTH = 4096
-_STREAM_PROGRAMS = 16  # 100 launches of one rank may wait on the device at once, and must leave room for the other
 
 
-def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def graph_of(launch: Callable[[], object], num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of all-reduces, and their number. It runs one of them first, in which all ranks must take part."""
     launches = max(2, min(100, (64 << 20) // num_bytes))
-    x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
-    residual = torch.zeros_like(x)
-    ranks.add_reduced(residual, x)
+    launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
-            ranks.add_reduced(residual, x)
+            launch()
     return graph, launches
 
 
@@ -54,18 +50,6 @@ def replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int = 20) -> 
         end.record()
     torch.cuda.synchronize()
     return median(start.elapsed_time(end) for start, end in events[2:]) / launches * 1e3
-
-
-def nccl_us(num_bytes: int) -> float:
-    launches = max(2, min(100, (64 << 20) // num_bytes))
-    x = torch.zeros(num_bytes // 2, device="cuda", dtype=torch.bfloat16)
-    torch.distributed.all_reduce(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            torch.distributed.all_reduce(x)
-    return replay_us(graph, launches)
 
 
 def run_rank(
@@ -84,10 +68,12 @@ def run_rank(
         address = "tcp://127.0.0.1:29571"
         torch.distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
     for num_bytes in sizes:
-        graph, launches = graph_of(ranks, num_bytes)
-        us = replay_us(graph, launches)
+        x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
+        residual = torch.zeros_like(x)
+        us = replay_us(*graph_of(partial(ranks.add_reduced, residual, x), num_bytes))
         ranks.check()
-        pipe.send((us, nccl_us(num_bytes) if nccl else None))
+        all_reduce = partial(torch.distributed.all_reduce, torch.zeros_like(x))
+        pipe.send((us, replay_us(*graph_of(all_reduce, num_bytes)) if nccl else None))
     os._exit(0)  # NCCL's threads need not be stopped
 
 
@@ -109,49 +95,6 @@ def over_links(size: int, sizes: list[int], num_programs: int, masked: bool, ncc
         results.add(kernel=f"all-reduce, {num_bytes >> 10} KB", cell=size, us=us, library_us=library)
 
 
-def on_streams(sizes: list[int], results: Results) -> None:
-    device, inbox_bytes = torch.device("cuda", 0), inbox_bytes_of(2, max(sizes))
-    pair = [PeerMemory(rank, 2, inbox_bytes, device, num_programs=_STREAM_PROGRAMS) for rank in range(2)]
-    streams, handles = [torch.cuda.Stream() for _ in pair], [ranks.handle for ranks in pair]
-
-    def connect(ranks: PeerMemory) -> None:
-        with torch.cuda.stream(streams[ranks.rank]):
-            ranks.connect(handles)
-
-    def measure(ranks: PeerMemory) -> float:
-        with torch.cuda.stream(streams[ranks.rank]):
-            return replay_us(graphs[ranks.rank], launches)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(connect, pair))
-        for num_bytes in sizes:
-            launches = max(2, min(100, (64 << 20) // num_bytes))
-            graphs = captured_pair(pair, streams, num_bytes, launches)
-            us = max(pool.map(measure, pair))
-            results.add(kernel=f"all-reduce on two streams, {num_bytes >> 10} KB", cell=2, us=us)
-            for ranks in pair:
-                ranks.check()
-
-
-def captured_pair(
-    pair: list[PeerMemory], streams: list[torch.cuda.Stream], num_bytes: int, launches: int
-) -> list[torch.cuda.CUDAGraph]:
-    """Graphs of two ranks of this process; both run once first."""
-    shape = num_bytes // 2 // _WIDTH, _WIDTH
-    operands = [torch.randn(2, *shape, device="cuda").bfloat16() for _ in pair]
-    torch.cuda.synchronize()
-    for ranks, stream, (x, residual) in zip(pair, streams, operands, strict=True):
-        with torch.cuda.stream(stream):
-            ranks.add_reduced(residual, x)
-    torch.cuda.synchronize()
-    graphs = [torch.cuda.CUDAGraph() for _ in pair]
-    for graph, ranks, (x, residual) in zip(graphs, pair, operands, strict=True):
-        with torch.cuda.graph(graph):
-            for _ in range(launches):
-                ranks.add_reduced(residual, x)
-    return graphs
-
-
 def soak(num_gpus: int, num_replays: int) -> None:
     """Replays of graphs of 100 sums, after random delays; AssertionError where a total is wrong."""
     from tests.support.ranks.communicator_processes import answer_of, communicator_processes
@@ -171,15 +114,12 @@ def main() -> None:
     parser.add_argument("--masked", action="store_true", help="CUDA_VISIBLE_DEVICES of each rank has its own GPU alone")
     parser.add_argument("--nccl", action="store_true", help="measure NCCL, too")
     parser.add_argument("--programs", type=int, default=NUM_PROGRAMS, help="of a launch")
-    parser.add_argument("--streams", action="store_true", help="two ranks on one GPU")
     parser.add_argument("--soak", type=int, default=0, metavar="REPLAYS", help="of graphs of 100 sums on two streams")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
     args = parser.parse_args()
     results = Results("ranks", args.out)
     if args.gpus:
         over_links(args.gpus, args.sizes, args.programs, args.masked, args.nccl, results)
-    if args.streams:
-        on_streams([size for size in args.sizes if size <= 256 << 10], results)
     if args.soak:
         start = time.perf_counter()
         soak(args.gpus, args.soak)

@@ -26,6 +26,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # With dense experts, for other forms of quantization
     **{f"{name}-bf16": _dense(PUBLISHED[name]) for name in ("gpt-oss-20b", "gpt-oss-120b")},
     **{f"{name}-cut": _cut(PUBLISHED[name]) for name in _CUT},
+    "lfm2-135m": {  # SmolLM2-135M's size; two layers of five have attention
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 49152, "num_hidden_layers": 30,
+        "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+        "max_position_embeddings": 8192, "norm_eps": 1e-5, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if layer % 5 in (2, 4) else "conv" for layer in range(30)],
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+    },
     "tiny": {  # made up, for trying a benchmark on a CPU
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32768,
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

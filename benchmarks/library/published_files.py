@@ -55,7 +55,7 @@ def _stacked_experts(
 ) -> Iterator[FileTensor]:
     """The tensors of all experts of a layer, as runtime/loading/stacked_experts.py reads them."""
     assert spec.experts is not None
-    experts, hidden, ffn = range(spec.experts.num_experts), spec.hidden_size, spec.ffn_size
+    experts, hidden, ffn = range(spec.experts.num_experts), spec.hidden_size, spec.ffn.size
     prefix = weight_map.names["up"].format(layer, 0).partition(".experts.")[0] + ".experts."
     for stem, maps, rows, columns in (("gate_up", ("gate", "up"), 2 * ffn, hidden), ("down", ("down",), hidden, ffn)):
 

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     cells: list[str]
     label: str
-    value: float
+    value: float | None  # None if the plot leaves it out
     peer: float | None = None
 
 
@@ -161,7 +161,8 @@ def serving(line: Line) -> Row:
     rate, ttft, itl = line["output_tok_s"], line["ttft_ms"], line["itl_ms"]
     peer = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
     cells = [model, workload, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
-    return Row(cells, f"{model} {workload} {through}", rate, peer[0])
+    ratio = None if peer[0] is None else rate / peer[0]
+    return Row([*cells, number(ratio)], f"{model} {workload}", ratio, 1.0)
 
 
 def replicas(line: Line) -> Row:
@@ -255,7 +256,7 @@ SUBJECTS = {
         "Serving: named workloads over HTTP, and on the bare engine", ("serving",),
         ("model", "workload", "through", "config"),
         "model | workload | through | output tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms | "
-        "peer: tok/s / TTFT p50 / ITL p50 / ITL p99", "output tok/s", serving,
+        "peer: tok/s / TTFT p50 / ITL p50 / ITL p99 | ratio", "output tok/s, times the peer's", serving,
     ),
     "replicas": Subject(
         "Routing: several engines behind one endpoint, first tokens in time within a second", ("replicas",),
@@ -315,14 +316,15 @@ def command_today(command: str) -> str:
 
 
 def draw(subject: Subject, rows: list[Row], path: Path) -> None:
-    """A horizontal bar for each row, the peer's as a mark across it."""
+    """Draw a horizontal bar for each row with a value, the peer's as a mark across it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row.value is not None]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.28 * len(rows)), layout="constrained")
-    axes.barh(range(len(rows)), [row.value for row in rows], color="#3b6ea5", label="Callboard")
+    axes.barh(range(len(rows)), [row.value or 0.0 for row in rows], color="#3b6ea5", label="Callboard")
     if peers := [(row.peer, place) for place, row in enumerate(rows) if row.peer is not None]:
         axes.plot(*zip(*peers, strict=True), "|", color="#d1495b", markersize=12, markeredgewidth=2.5, label="peer")
         axes.legend()

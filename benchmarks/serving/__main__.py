@@ -8,9 +8,9 @@
 
 Prompts are random token ids to /v1/completions, greedy unless `--sampling` names fields, EOS ignored. Time to first
 token (TTFT) runs from the request's first byte to its first event. Inter-token latency (ITL) runs from one event to the
-next of the same request. Output tok/s runs from the first request to the last token. Arrivals are Poisson where a rate
-is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are invented
-ids of the same length as the model's, so only text that the client knows can be shared.
+next of the same request. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where
+a rate is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are
+invented ids of the same length as the model's, so only text that the client knows can be shared.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ import heapq
 import itertools
 import json
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
 from benchmarks.library.models import CONFIGS
+from benchmarks.library.servers import served
 from runtime.base.types import Request, SamplingParams
 from serve_app.bench.client import Client, Turn
-from serve_app.bench.figures import distribution, gaps
+from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, play
 
 _IDS = (1000, 30000)  # in every measured model's vocabulary
@@ -108,9 +106,6 @@ async def play_over_http(sessions: list[Session], client: Client) -> None:
         await play(sessions, ask)
 
 
-# ---- in this process ------------------------------------------------------------------------------------------------
-
-
 def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, float]) -> None:
     """The same without HTTP, text and processes: the engine alone."""
     core, clock = engine.core, time.perf_counter
@@ -138,52 +133,21 @@ def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, 
             for state, _ in output.finished:
                 session, at = state.owner
                 turns = sessions[session].turns
-                turns[at].num_tokens = len(turns[at].events)
+                turns[at].num_tokens, turns[at].ended = len(turns[at].events), now
                 bar.update()
                 if at + 1 < len(turns):
                     heapq.heappush(due, (now + turns[at + 1].pause, session, at + 1))
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
-def figures(sessions: list[Session]) -> dict[str, float]:
+def figures_of(sessions: list[Session]) -> dict[str, float]:
     """The figures of one run of a workload; raises RuntimeError if tokens are missing."""
     turns = [turn for session in sessions for turn in session.turns]
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:
             raise RuntimeError(f"{turn.num_tokens} tokens came where {turn.max_tokens} were asked for.")
-    num_tokens = sum(turn.num_tokens for turn in turns)
-    seconds = max(turn.events[-1] for turn in turns) - min(turn.sent for turn in turns)
-    ttft = distribution([turn.events[0] - turn.sent for turn in turns])
-    itl = distribution(gaps(turns))
-    return {
-        "tok_s": num_tokens / seconds,
-        **{f"ttft{percentile}": 1e3 * ttft[f"p{percentile}"] for percentile in (50, 99)},
-        **{f"itl{percentile}": 1e3 * itl[f"p{percentile}"] for percentile in (50, 99)},
-        "tokens_per_event": num_tokens / sum(len(turn.events) for turn in turns),
-    }
-
-
-@contextlib.contextmanager
-def served(model: str, flags: list[str]) -> Iterator[str]:
-    """The URL of a `callboard serve` of this model, while the context lasts."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "serve_app.cli", "serve", model, "--port", str(port), *flags]
-    server = subprocess.Popen(command, stdout=sys.stderr)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            if server.poll() is not None:
-                sys.exit(f"callboard serve ended with exit code {server.returncode} before it served anything.")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            time.sleep(0.2)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
+    found, latencies = figures(turns), {"ttft": "ttft_ms", "itl": "event_gap_ms"}
+    percentiles = {f"{name}{p}": found[key][f"p{p}"] for name, key in latencies.items() for p in (50, 99)}
+    return percentiles | {"tok_s": found["output_tokens_per_s"], "tokens_per_event": found["tokens_per_event"]}
 
 
 def main() -> None:
@@ -218,7 +182,7 @@ def main() -> None:
             runs = []
             for seed in range(args.repeats):
                 run(sessions := WORKLOADS[name](Draw(seed, shift)), sampling)
-                runs.append(figures(sessions))
+                runs.append(figures_of(sessions))
             found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
             results.add(
                 config, model=args.engine or args.label or args.serve, workload=name, sampling=sampling,

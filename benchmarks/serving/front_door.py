@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actors.ray.environment import single_machine
+from actors.ray.environment import quiet_port, single_machine
 from actors.ray.process import freeze_garbage
 
 _folder = tempfile.TemporaryDirectory(prefix="callboard-")
@@ -88,6 +88,15 @@ class Replica:
     """Takes the place of an engine's Serve replica, which every engine needs."""
 
 
+class Handle:
+    """Takes the place of the engines' Serve handle, by which a front wakes them up."""
+
+    class wake:
+        @staticmethod
+        def remote() -> None:
+            """Do nothing: the engine is awake."""
+
+
 class ToyEngine:
     """The real engine loop around a toy runner."""
 
@@ -131,6 +140,31 @@ def cpu_times(engine_pid: int) -> dict[tuple[str, int], float]:
         user, system = stat.rpartition(")")[2].split()[11:13]
         times[part, int(path.name)] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     return times
+
+
+@contextlib.contextmanager
+def toy_application(
+    words: list[int], tick_s: float, model: str = DEFAULT_MODEL, fronts: int = 1
+) -> Iterator[tuple[int, Any, Any]]:
+    """Real fronts and a real engine loop around a toy runner: the port, the runner and the engine."""
+    port = quiet_port()
+    ray.init(num_cpus=5 + fronts, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    runner: Any = ray.remote(max_concurrency=4)(ToyRunner).remote(words, tick_s)  # type: ignore[call-overload]
+    replica = ray.remote(num_cpus=0)(Replica).options(name="toy#toy", namespace="serve").remote()  # type: ignore[call-overload]
+    config, remote_engine = EngineConfig(model=model), ray.remote(ToyEngine)
+    name = new_name(f"{engines_of(APP, config)}toy")
+    engine: Any = remote_engine.options(name=name, namespace=NAMESPACE).remote()  # type: ignore[attr-defined]
+    ray.get(engine.start.remote(runner))
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    front = serve.deployment(serve.ingress()(Front), num_replicas=fronts, max_ongoing_requests=4096)
+    models = ModelSettings.of_all([(config, ("toy",), ScalingSettings())])
+    serve.run(front.bind(models, HttpSettings(), [Handle()]), name=APP)
+    try:
+        yield port, runner, engine
+    finally:
+        ray.kill(replica)
+        serve.shutdown()
+        ray.shutdown()
 
 
 async def read_http(port: int, words: dict[str, int], seen: list[tuple[int, float]]) -> int:
@@ -206,26 +240,9 @@ def main() -> None:
         text = tokenizer.decode([token])
         if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha():
             words.setdefault(text[1:], token)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ray.init(num_cpus=4 + args.fronts, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-    remote_runner: Any = ray.remote(max_concurrency=4)(ToyRunner)
-    remote_engine: Any = ray.remote(ToyEngine)
-    config = EngineConfig(model=args.model)
-    runner = remote_runner.remote(list(words.values()), args.tick_ms / 1e3)
-    replica = ray.remote(num_cpus=0)(Replica).options(name="toy#toy", namespace="serve").remote()  # type: ignore[call-overload]
-    engine = remote_engine.options(name=new_name(f"{engines_of(APP, config)}toy"), namespace=NAMESPACE).remote()
-    ray.get(engine.start.remote(runner))
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
-    front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
-    serve.run(
-        front.bind(ModelSettings.of_all([(config, ("toy",), ScalingSettings())]), HttpSettings(), [None]), name=APP
-    )
-    freeze_garbage()
-    asyncio.run(measure(runner, engine, port, words, args.streams))
-    ray.kill(replica)
-    serve.shutdown()
-    ray.shutdown()
+    with toy_application(list(words.values()), args.tick_ms / 1e3, args.model, args.fronts) as (port, runner, engine):
+        freeze_garbage()
+        asyncio.run(measure(runner, engine, port, words, args.streams))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.library.measure import Results, new_parser
-from benchmarks.serving.__main__ import served
+from benchmarks.library.servers import served
 from benchmarks.simulate.scenarios import MOST_TTFT_S
 from benchmarks.simulate.traces import GENERATED, Conversation, Part
 from serve_app.bench.client import Client, Turn

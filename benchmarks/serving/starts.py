@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,7 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from actors.ray.environment import quiet_port
 from benchmarks.library.measure import Results, new_parser
+from benchmarks.library.servers import tree_of
 from runtime.base.config import DEFAULT_MODEL
 from runtime.loading.resolve import resolve
 
@@ -75,8 +77,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 async def _start(args: argparse.Namespace) -> dict[str, Any]:
     """One server, from its command to its end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = quiet_port()
     flags = [part for setting in args.set for part in (f"--{setting.partition('=')[0]}", setting.partition("=")[2])]
     with tempfile.TemporaryDirectory() as folder:
         cache = {"TRITON_CACHE_DIR": folder} if args.compile_cache == "cold" else {}
@@ -127,23 +128,15 @@ def _first_token(port: int) -> None:
 
 def _processes(root: int) -> list[tuple[float, float, str]]:
     """(seconds from the root's start to its own, seconds of CPU, command) of a process and all its descendants."""
-    stats, children = {}, dict[int, list[int]]()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it has ended since
-            continue
-        pid = int(path.parent.name)
-        children.setdefault(int(fields[1]), []).append(pid)
-        cpu = sum(map(int, fields[11:15]))  # with its ended children's
-        stats[pid] = int(fields[19]) * _TICK_S, cpu * _TICK_S, command.strip()
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append((stats[pid][0] - stats[root][0], *stats[pid][1:]))
-        todo += children.get(pid, [])
-    return sorted(found)
+    stats = {}
+    for pid in tree_of(root):
+        path = Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError):  # it has ended since
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            cpu = sum(map(int, fields[11:15]))  # with its ended children's
+            stats[pid] = int(fields[19]) * _TICK_S, cpu * _TICK_S, command.strip()
+    return sorted((start - stats[root][0], cpu, command) for start, cpu, command in stats.values())
 
 
 def _table(processes: list[tuple[float, float, str]]) -> str:

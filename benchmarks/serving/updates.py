@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from ray import serve  # isort: skip
 import torch
 
 from actors.client import RolloutClient
+from actors.ray.environment import quiet_port
 from benchmarks.library.measure import Results
 from runtime.base.config import DEFAULT_MODEL
 from runtime.base.types import Request, SamplingParams
@@ -204,9 +204,9 @@ def main() -> None:
     with ExitStack() as stack:
         ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
         stack.callback(ray.shutdown)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+        serve.start(
+            http_options={"host": "127.0.0.1", "port": quiet_port()}, logging_config={"enable_access_log": False}
+        )
         stack.callback(serve.shutdown)
         serve.run(build_app(AppArgs(model=args.model, **settings)), name=APP)
         client = stack.enter_context(RolloutClient.connect(APP))

@@ -1,7 +1,7 @@
 """Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the facts of the model.
 
 Decode steps come from `benchmarks/results/decode.jsonl` (p50), less the time of their contexts. Steps with prompts come
-from `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md), less the
+from `benchmarks/results/prefill.jsonl` and `prefill_steps` (benchmarks/NOTES.md), less the
 time of their attention. Steps of more tokens than the largest graph has, 4,096, are pieces of that size.
 """
 

@@ -201,17 +201,7 @@ class Sessions:
                 yield Conversation(at, turns)
 
 
-# Medians and means of prompts and answers are about as published with the traces: Azure's of 2023
-# (Splitwise, arXiv 2311.18677), Mooncake's conversations and tools (arXiv 2407.00079).
 GENERATED = {
-    "azure-conversation": Sessions(1, 0, Lengths(1020, 1155), Lengths(129, 211)),
-    "azure-code": Sessions(1, 0, Lengths(1500, 2048), Lengths(13, 28)),
-    "mooncake-conversation": Sessions(
-        200, 500, Lengths(3000, 4800, most=60_000), Lengths(250, 343), turns=(1, 4), pauses_s=(5.0, 60.0), skew=1.0
-    ),
-    "mooncake-tools": Sessions(
-        40, 5500, Lengths(1200, 2000, most=60_000), Lengths(80, 182), turns=(1, 4), pauses_s=(1.0, 10.0), skew=1.0
-    ),
     # llm-d's benchmark of routing: 150 instructions of 6,000 tokens with 5 questions of 1,200 each, answers of 1,000.
     "shared-prefix": Sessions(150, 6000, Lengths(1200, 1200), Lengths(1000, 1000), num_questions=5),
     "assistants": Sessions(300, 6000, Lengths(200, 300), Lengths(200, 300), turns=(1, 5), pauses_s=(2.0, 20.0)),

@@ -34,7 +34,7 @@ def build_runner(
 
 
 def _row_lens(config: EngineConfig, is_draft: bool) -> tuple[int, ...]:
-    """The frequent numbers of tokens of a row under speculation, besides one. A model verifies a token with its draft
+    """The frequent tokens per row under speculation, besides one. A model verifies a token with its draft
     tokens; a draft catches up with the model's tokens."""
     if is_draft:
         return CATCH_UP

@@ -10,6 +10,7 @@ Layers without attention have a state of fixed size for each request in place of
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -17,7 +18,7 @@ from math import lcm
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
 MOST_GROUPS = 8  # each has a table for every request
-_MOST_OF_SHAPES = 16  # likewise, with layers of two shapes; Gemma 4 31B needs 11
+_MOST_OF_SHAPES = 16  # likewise, with layers of several shapes; Gemma 4 31B needs 11
 _MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
 _LEAST_GAIN = 0.9  # memory of the longest request with windows freed, of the memory without
 RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
@@ -165,14 +166,16 @@ class KVCacheSpec:
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
 
 
-def window_groups(group: KVGroupSpec, sliding: frozenset[int], window: int, longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide the layers of `group` into groups of equal size, those without a window first.
+def window_groups(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
+    """Divide layers of one shape into groups of equal size, those without a window first.
 
-    The `sliding` layers have a window, and the longest request has `longest` tokens. A block has the bytes of the
+    The parts have at most one window, and the longest request has `longest` tokens. A block has the bytes of the
     largest group, so smaller groups waste memory. The number of layers is the one with which the longest request needs
     the least memory. If the windows save little, all layers stay in one group without a window."""
-    full = tuple(layer for layer in group.layers if layer not in sliding)
-    limited = tuple(layer for layer in group.layers if layer in sliding)
+    layers = tuple(sorted(layer for part in parts for layer in part.layers))
+    window = next((part.window for part in parts if part.window is not None), 0)
+    limited = tuple(layer for layer in layers if any(part.window and layer in part.layers for part in parts))
+    full = tuple(layer for layer in layers if layer not in limited)
 
     def places(size: int) -> tuple[int, int]:
         """Layers with places in the pool, without a window and with one."""
@@ -184,39 +187,37 @@ def window_groups(group: KVGroupSpec, sliding: frozenset[int], window: int, long
 
     sizes = [
         size
-        for size in range(1, len(group.layers) + 1)
-        if sum(places(size)) <= min(MOST_GROUPS * size, _MOST_PADDING * len(group.layers))
+        for size in range(1, len(layers) + 1)
+        if sum(places(size)) <= min(MOST_GROUPS * size, _MOST_PADDING * len(layers))
     ]
     best = min(sizes, key=lambda size: (tokens(size), -size), default=0)
-    if not limited or not best or tokens(best) > _LEAST_GAIN * len(group.layers) * longest:
-        return (group,)
+    one = replace(parts[0], layers=layers, window=None)
+    if not limited or not best or tokens(best) > _LEAST_GAIN * len(layers) * longest:
+        return (one,)
     of_full, of_limited = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
-    without = [replace(group, layers=part) for part in of_full]
-    return (*without, *(replace(group, layers=part, window=window) for part in of_limited))
+    without = [replace(one, layers=part) for part in of_full]
+    return (*without, *(replace(one, layers=part, window=window) for part in of_limited))
 
 
-def groups_of_two_shapes(full: KVGroupSpec, limited: KVGroupSpec, longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide the layers of two groups, which differ in shape, into groups of similar bytes.
+def groups_of_shapes(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
+    """Divide the layers of groups, which differ in shape or window, into groups of similar bytes.
 
     As in `window_groups`, the longest request then needs the least memory."""
-    sizes = [group.bytes_per_token // len(group.layers) for group in (full, limited)]
-    kept = longest, min(limited.window or longest, longest)
+    sizes = [part.bytes_per_token // len(part.layers) for part in parts]
+    kept = [min(part.window or longest, longest) for part in parts]
 
     def numbers(size: int) -> list[int]:
-        """Groups of each shape with at most `size` bytes a token."""
-        pairs = zip((full, limited), sizes, strict=True)
-        return [-(-len(group.layers) // (size // own)) for group, own in pairs]
+        """Groups of each part with at most `size` bytes a token."""
+        return [-(-len(part.layers) // (size // own)) for part, own in zip(parts, sizes, strict=True)]
 
     def cost(size: int) -> tuple[int, int]:
         return size * sum(number * tokens for number, tokens in zip(numbers(size), kept, strict=True)), -size
 
-    totals = {
-        own * i for group, own in zip((full, limited), sizes, strict=True) for i in range(1, len(group.layers) + 1)
-    }
+    totals = {own * i for part, own in zip(parts, sizes, strict=True) for i in range(1, len(part.layers) + 1)}
     candidates = [size for size in totals if size >= max(sizes) and sum(numbers(size)) <= _MOST_OF_SHAPES]
     best = min(candidates, key=cost)
     groups = []
-    for group, own in zip((full, limited), sizes, strict=True):
-        step, layers = best // own, group.layers
-        groups += [replace(group, layers=layers[i : i + step]) for i in range(0, len(layers), step)]
+    for part, own in zip(parts, sizes, strict=True):
+        step, layers = best // own, part.layers
+        groups += [replace(part, layers=layers[i : i + step]) for i in range(0, len(layers), step)]
     return tuple(groups)

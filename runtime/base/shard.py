@@ -8,11 +8,22 @@ from typing import NamedTuple
 NUM_LEAVES = 8
 
 
+class Share(NamedTuple):
+    """A rank's range of a dimension, and the dimension's length in the whole model."""
+
+    own: range
+    length: int
+
+
 class Shard(NamedTuple):
     """A rank and the size of its group."""
 
     rank: int = 0
     size: int = 1
+
+    def share(self, own: int) -> Share:
+        """Return the rank's share of a dimension that all ranks divide into equal parts of length `own`."""
+        return Share(range(self.rank * own, (self.rank + 1) * own), own * self.size)
 
     def vocabulary(self, vocab_size: int) -> range:
         """Return the token ids of a rank's rows of the embedding and of the head.

@@ -22,6 +22,7 @@ from runtime.kernels.attention.latent_torch import (
     latent_attention_torch,
     latent_store_torch,
     latent_up,
+    latent_up_of_maps,
 )
 from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.paged_attention import PagedBatch
@@ -33,9 +34,8 @@ from runtime.kernels.attention.rope import (
     rope_store_kv_torch,
     rope_store_kv_triton,
 )
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
-from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Mixture, Router, stacked_mixture
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -43,6 +43,7 @@ from runtime.kernels.linear.linear_torch import (
     Activate,
     Linear,
     Norm,
+    Operands,
     Product,
     cpu_product,
     lookup_torch,
@@ -67,14 +68,17 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.sampling.token_keys import DrawnKeys, drawn_keys_torch
+from runtime.kernels.sampling.top_k_top_p import FilterBounds, top_k_top_p_bounds_torch
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule import delta_rule_triton
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 
-if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
+if TYPE_CHECKING:  # they import llvmlite, which only CPUs need
     from runtime.kernels.cpu.operations import CompiledOperations
+    from runtime.kernels.llvm.launcher import Launcher
 
 
 class RopeStoreKV(Protocol):
@@ -141,6 +145,7 @@ class LatentKernels:
     store: LatentStore
     attention: LatentAttention
     up: Callable[[torch.Tensor, int], Any]  # kv_b, of a weight and the numbers of a head's k in it
+    up_of_maps: Callable[[Any, Any, int], Any]  # `latent_up_of_maps` of operands
 
 
 class DeltaRule(Protocol):
@@ -161,20 +166,12 @@ class DeltaRule(Protocol):
     ) -> torch.Tensor: ...
 
 
-class DenseExperts(Protocol):
-    """A mixture from a router and the weights of each expert: gate and up as one, and down."""
+class MakeExperts(Protocol):
+    """A mixture from a router and the operands of each expert: gate and up as one, and down."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Mixture: ...
-
-
-class QuantizedMixture(Protocol):
-    """A mixture with quantized weights, all in one encoding."""
-
-    def __call__(
-        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
-    ) -> Mixture: ...
+        self, spec: ExpertsSpec, router: Router, experts: Iterable[tuple[Operands, Operands]]
+    ) -> ExpertLayer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +181,8 @@ class Kernels:
     norm: Norm
     norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]  # RMS norm of x with a weight and an epsilon
     activate: Activate  # of the feed-forward layer
-    linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a dense weight [out, in] and a bias [out]
-    experts: DenseExperts
+    linear: Callable[[Sequence[Any], torch.Tensor | None], Linear]  # the arguments are `Operands`
+    experts: MakeExperts
     rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
     rope_store_kv: RopeStoreKV
     attention: Attention
@@ -196,18 +193,15 @@ class Kernels:
     delta_rule: DeltaRule
     gate_output: Callable[[torch.Tensor, torch.Tensor], object]  # attention's output and its gate
     latent: LatentKernels
-    lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
+    gate_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # activation(gate) * up of separate rows
+    lookup: Callable[[Any, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
     multiply: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.mul_  # in place, with one number
     soft_cap: Callable[[torch.Tensor, float], torch.Tensor] = soft_cap_torch
-    # activation(gate) * up of separate rows; None to join them for `activate`
-    gate_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
-    quantized_experts: QuantizedMixture | None = None
-    # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
-    interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
-    interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor, float], torch.Tensor] | None = None
-    compiled: CompiledOperations | None = None  # with the `llvm` backend
+    drawn_keys: DrawnKeys = drawn_keys_torch
+    filter_bounds: FilterBounds = top_k_top_p_bounds_torch
+    mixes_experts: bool = False  # the weights of a mixture's experts may differ in format
+    launcher: Launcher | None = None  # runs the attention's compiled kernels; None if it is not compiled
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -218,8 +212,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     norm: Norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
         gated_activation_exact if deterministic else gated_activation_torch,
-        activation=spec.activation,
-        gated=spec.gated,
+        activation=spec.ffn.activation,
+        gated=spec.ffn.gated,
     )
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -229,8 +223,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         norm,
         rms_norm_in_place_torch,
         activate,
-        lambda weight, bias: Linear(product(weight, bias), norm, activate),
-        partial(Experts, product=product, activate=activate),
+        lambda weights, bias: Linear(product(weights[0], bias), norm, activate),
+        partial(stacked_mixture, partial(Experts, product=product, activate=activate)),
         rope_rows_torch,
         rope_store_kv_torch,
         partial(attention_exact, by_head=numerics.rank_invariant) if deterministic else attention_torch,
@@ -248,13 +242,15 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             if deterministic
             else latent_attention_torch,
             partial(latent_up, product=product if deterministic else None),
+            partial(latent_up_of_maps, product=product if deterministic else None),
         ),
+        lambda gate, up: activate(torch.cat((gate, up), 1)),
     )
     if numerics.backend != "llvm":
         return references
     from runtime.kernels.cpu.operations import CompiledOperations  # imports llvmlite, which only this backend needs
 
-    return _llvm(references, CompiledOperations(numerics, spec, norm, activate))
+    return _llvm(references, CompiledOperations(numerics, spec, norm, activate, references.linear))
 
 
 def _llvm(references: Kernels, compiled: CompiledOperations) -> Kernels:
@@ -269,34 +265,41 @@ def _llvm(references: Kernels, compiled: CompiledOperations) -> Kernels:
             soft_cap=compiled.rows.soft_cap,
             multiply=compiled.rows.multiply,
             zeros_like=compiled.rows.zeros_like,
-            linear=compiled.dense_linear,
-            lookup=compiled.dense_lookup,
             rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table
             rope_store_kv=attention.rope_store_kv,
             attention=attention.attention,
             gate_output=attention.gate_output,
+            launcher=compiled.launcher,
         )
     if (latents := compiled.latents) is not None:
-        references = replace(references, latent=LatentKernels(latents.store, latents.attention, latents.up))
+        operations = latents.store, latents.attention, latents.up, latents.up_of_maps
+        references = replace(references, latent=LatentKernels(*operations))
     if (states := compiled.states) is not None:
         references = replace(
             references, causal_conv=states.causal_conv, short_conv=states.short_conv, delta_rule=states.delta_rule
         )
     return replace(
-        references, interleaved_linear=compiled.linear, interleaved_lookup=compiled.lookup, compiled=compiled
+        references,
+        linear=compiled.linear,
+        lookup=compiled.lookup,
+        experts=compiled.experts,
+        mixes_experts=True,
+        drawn_keys=compiled.drawn_keys,
+        filter_bounds=compiled.filter_bounds,
     )
 
 
 def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
-    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    deterministic, activation, gated = numerics.deterministic, spec.ffn.activation, spec.ffn.gated
     norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
-    around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
+    activate = partial(gated_activation_triton, activation=activation, gated=gated)
+    chosen: dict[str, Any] = {"activation": activation, "deterministic": deterministic, "dtype": numerics.dtype}
     return Kernels(
         norm,
         rms_norm_in_place_triton,
-        partial(gated_activation_triton, activation=activation, gated=gated),
-        partial(FusedLinear, deterministic=deterministic, **around),
-        partial(GroupedExperts, activation=activation, deterministic=deterministic),
+        activate,
+        partial(_linear, gated=gated, norm=norm, **chosen),
+        partial(stacked_mixture, partial(_experts, **chosen)),
         rope_rows_triton,
         rope_store_kv_triton,
         partial(_attend, deterministic=deterministic),
@@ -305,17 +308,26 @@ def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         short_conv_triton,
         delta_rule_triton,
         gate_output_triton,
-        LatentKernels(latent_store_triton, partial(latent_attention_triton, deterministic=deterministic), latent_up),
-        quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
-        quantized_experts=partial(
-            _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype
+        LatentKernels(
+            latent_store_triton,
+            partial(latent_attention_triton, deterministic=deterministic),
+            latent_up,
+            latent_up_of_maps,
         ),
+        lambda gate, up: activate(torch.cat((gate, up), 1)),
     )
 
 
-def _quantized_linear(
-    weight: QuantizedWeight, bias: torch.Tensor | None, deterministic: bool, dtype: torch.dtype, **around: Any
+def _linear(
+    weights: Sequence[torch.Tensor | QuantizedWeight],
+    bias: torch.Tensor | None,
+    deterministic: bool,
+    dtype: torch.dtype,
+    **around: Any,
 ) -> Linear:
+    (weight,) = weights
+    if isinstance(weight, torch.Tensor):
+        return FusedLinear(weight, bias, deterministic=deterministic, **around)
     if not deterministic and dtype != torch.float32 and has_fp8_gemm(weight):
         return Fp8Linear(weight, bias, **around)
     if not deterministic and dtype != torch.float32 and has_int_wna16_gemm(weight):
@@ -323,18 +335,19 @@ def _quantized_linear(
     return QuantizedLinear(weight, bias, deterministic=deterministic, **around)
 
 
-def _quantized_experts(
+def _experts(
     spec: ExpertsSpec,
     router: Router,
-    weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
+    weights: Iterable[tuple[Any, Any]],
     activation: Activation,
     deterministic: bool,
     dtype: torch.dtype,
 ) -> Mixture:
     pairs = iter(weights)
     first = next(pairs)
-    takes_fp8_rows = dtype != torch.float32 and has_fp8_moe(first)
-    kind = Fp8Experts if takes_fp8_rows else QuantizedExperts
+    kind: type[GroupedExperts | Fp8Experts | QuantizedExperts] = GroupedExperts
+    if isinstance(first[0], QuantizedWeight):
+        kind = Fp8Experts if dtype != torch.float32 and has_fp8_moe(first) else QuantizedExperts
     return kind(spec, router, chain([first], pairs), activation, deterministic)
 
 

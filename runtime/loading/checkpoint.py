@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -30,13 +30,14 @@ from runtime.loading.read_ahead import ByteRange, ReadAhead
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.models import has_experts_in_turn
+from runtime.quant.weight_format import TensorSource
 
 _MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are released
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
 
 
-class Checkpoint(ABC):
+class Checkpoint(TensorSource):
     """The weights and the configuration of one model, under Hugging Face names whatever the source.
 
     `config` is config.json or its equivalent; `eos_token_ids` are the ids that end a text."""
@@ -45,51 +46,12 @@ class Checkpoint(ABC):
     eos_token_ids: tuple[int, ...]
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """All tensors, sorted."""
-
-    @abstractmethod
-    def __contains__(self, name: str) -> bool:
-        """True if there is a tensor of this name."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor without reading it; a linear layer's is (out, in)."""
-
-    @abstractmethod
-    def tensor(
-        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
-    ) -> torch.Tensor:
-        """Return a new tensor, read, dequantized if needed, and converted. Of a part, only its bytes are read if
-        possible.
-
-        Raises CallboardError for an unknown name."""
-
-    @abstractmethod
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor's numbers before they are converted."""
-
-    @abstractmethod
-    def type_name(self, name: str) -> str:
-        """The type of a tensor in its file, such as BF16 or Q4_K."""
-
-    def is_dense(self, name: str) -> bool:
-        """True if there is a dense tensor in place of a quantized weight, which only updates bring."""
-        return False
-
-    @abstractmethod
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a tensor in its file, read on access."""
 
     def reading_ahead(self, ignored: str) -> AbstractContextManager[object]:
         """Read files ahead of `tensor`, layer by layer, without the tensors with names that match `ignored`."""
         return nullcontext()
-
-    def blocks(
-        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
-    ) -> torch.Tensor:
-        """Return blocks of a quantized GGUF tensor, unchanged: uint8 [rows, blocks, bytes]."""
-        raise CallboardError(f"Tensor {name} has no blocks; its config.json calls it one of a GGUF file.")
 
     @cached_property
     def _uploader(self) -> Uploader:

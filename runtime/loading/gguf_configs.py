@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile, dequantize
 
+T = TypeVar("T")
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
@@ -31,25 +32,38 @@ def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
 
+def _arch(file: GgufFile) -> str:
+    return file.value("general.architecture", str)
+
+
+def stored(file: GgufFile, key: str) -> Any:
+    """The value of a key of the file's architecture, of any type; None without it."""
+    return file.metadata.get(f"{_arch(file)}.{key}")
+
+
+def value(file: GgufFile, key: str, kind: type[T], default: T | None = None) -> T:
+    """`GgufFile.value` of a key of the file's architecture."""
+    return file.value(f"{_arch(file)}.{key}", kind, default)
+
+
 def count(file: GgufFile, key: str, default: int | None = None) -> int:
-    value = file.value(key, int, default)
-    most = 1000 if key.endswith(".block_count") else 1 << 30
-    if not 1 <= value <= most:
-        raise CallboardError(f"{file.path}: {key} is {value}; it must be at least 1 and at most {most}.")
-    return value
+    found, most = value(file, key, int, default), 1000 if key == "block_count" else 1 << 30
+    if not 1 <= found <= most:
+        raise CallboardError(f"{file.path}: {_arch(file)}.{key} is {found}; it must be at least 1 and at most {most}.")
+    return found
 
 
-def _decimal(value: np.float32) -> float:
+def _decimal(number: np.float32) -> float:
     """Its shortest decimal: 9.99999975e-06 was written as 1e-05."""
-    return float(str(value))
+    return float(str(number))
 
 
 def real(file: GgufFile, key: str, default: float | None = None) -> float:
     """A float of the file, which has it as a float32."""
-    value = _decimal(np.float32(file.value(key, float, default)))
-    if not (math.isfinite(value) and value > 0):
-        raise CallboardError(f"{file.path}: {key} is {value}; it must be a positive number.")
-    return value
+    found = _decimal(np.float32(value(file, key, float, default)))
+    if not (math.isfinite(found) and found > 0):
+        raise CallboardError(f"{file.path}: {_arch(file)}.{key} is {found}; it must be a positive number.")
+    return found
 
 
 def table(file: GgufFile, name: str) -> NDArray[np.float32]:
@@ -68,12 +82,11 @@ def tokens_config(file: GgufFile) -> dict[str, Any]:
 
 def decoder_config(file: GgufFile) -> dict[str, Any]:
     """The fields that all architectures but GPT-2 have in common."""
-    arch = file.value("general.architecture", str)
-    num_heads = count(file, f"{arch}.attention.head_count")
-    hidden_size = count(file, f"{arch}.embedding_length")
-    num_drafting = file.value(f"{arch}.nextn_predict_layers", int, 0)
-    head_dim = count(file, f"{arch}.attention.key_length", hidden_size // num_heads)
-    rope_dim = count(file, f"{arch}.rope.dimension_count", head_dim)
+    arch, num_heads = _arch(file), count(file, "attention.head_count")
+    hidden_size = count(file, "embedding_length")
+    num_drafting = value(file, "nextn_predict_layers", int, 0)
+    head_dim = count(file, "attention.key_length", hidden_size // num_heads)
+    rope_dim = count(file, "rope.dimension_count", head_dim)
     if rope_dim != head_dim and arch not in _PARTLY_TURNED:
         raise CallboardError(
             f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
@@ -81,18 +94,16 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         )
     return {
         "hidden_size": hidden_size,
-        "intermediate_size": count(
-            file, f"{arch}.feed_forward_length", file.metadata.get(f"{arch}.expert_feed_forward_length")
-        ),
-        "num_hidden_layers": count(file, f"{arch}.block_count") - num_drafting,
+        "intermediate_size": count(file, "feed_forward_length", stored(file, "expert_feed_forward_length")),
+        "num_hidden_layers": count(file, "block_count") - num_drafting,
         "num_nextn_predict_layers": num_drafting,
         "num_attention_heads": num_heads,
         "num_key_value_heads": _kv_heads(file, num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": real(file, f"{arch}.rope.freq_base", 10000.0),
-        "max_position_embeddings": count(file, f"{arch}.context_length"),
+        "rms_norm_eps": real(file, "attention.layer_norm_rms_epsilon"),
+        "rope_theta": real(file, "rope.freq_base", 10000.0),
+        "max_position_embeddings": count(file, "context_length"),
         **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
         **tokens_config(file),
         **_rope_scaling(file),
@@ -101,21 +112,22 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
 
 def _kv_heads(file: GgufFile, default: int) -> int:
     """The heads of keys and values; a file may have a number for each layer, which is 0 without attention."""
-    key = f"{file.value('general.architecture', str)}.attention.head_count_kv"
-    if not isinstance(file.metadata.get(key), list):
+    key = "attention.head_count_kv"
+    if not isinstance(found := stored(file, key), list):
         return count(file, key, default)
-    numbers = {number for number in file.value(key, list) if number}
+    numbers = {number for number in found if number}
     if len(numbers) != 1 or not isinstance(most := numbers.pop(), int) or not 1 <= most < 1 << 16:
-        raise CallboardError(f"{file.path}: {key} differs among layers with attention, which is not supported.")
+        raise CallboardError(
+            f"{file.path}: {_arch(file)}.{key} differs among layers with attention, which is not supported."
+        )
     return most
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any]:
     """`rope_scaling` as config.json has it, in a dict of its own. As in llama.cpp, its type is linear by default."""
-    arch = file.value("general.architecture", str)
-    kind = file.value(f"{arch}.rope.scaling.type", str, "linear")
-    old_key = f"{arch}.rope.scale_linear"
-    factor = real(file, f"{arch}.rope.scaling.factor", real(file, old_key) if old_key in file.metadata else 1.0)
+    kind = value(file, "rope.scaling.type", str, "linear")
+    old_key = "rope.scale_linear"
+    factor = real(file, "rope.scaling.factor", 1.0 if stored(file, old_key) is None else real(file, old_key))
     scaling: dict[str, Any] = {"rope_type": "default"}  # stated, since a config class may have another default
     match kind:
         case "none":
@@ -125,12 +137,12 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         case "linear":
             scaling = {"rope_type": "linear", "factor": factor}
         case "yarn":
-            context = count(file, f"{arch}.context_length")
-            original = count(file, f"{arch}.rope.scaling.original_context_length", context)
+            context = count(file, "context_length")
+            original = count(file, "rope.scaling.original_context_length", context)
             scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
             for name in ("beta_fast", "beta_slow"):
-                if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
-                    scaling[name] = real(file, key)
+                if stored(file, f"rope.scaling.yarn_{name}") is not None:
+                    scaling[name] = real(file, f"rope.scaling.yarn_{name}")
         case _:
             raise CallboardError(
                 f"{file.path}: RoPE scaling {kind!r} is not supported from GGUF; linear, yarn and llama3 are."
@@ -177,11 +189,12 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
     return {"rope_scaling": scaling}
 
 
+def _experts(file: GgufFile, count_key: str = "num_experts") -> dict[str, Any]:
+    return {count_key: count(file, "expert_count"), "num_experts_per_tok": count(file, "expert_used_count")}
+
+
 def mixtral_config(file: GgufFile) -> dict[str, Any]:
-    return llama_config(file) | {
-        "num_local_experts": count(file, "llama.expert_count"),
-        "num_experts_per_tok": count(file, "llama.expert_used_count"),
-    }
+    return llama_config(file) | _experts(file, "num_local_experts")
 
 
 def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
@@ -189,29 +202,25 @@ def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
     if config["rope_scaling"]["rope_type"] == "yarn":
         config["rope_scaling"]["truncate"] = False  # of all released models
     return config | {
-        "num_local_experts": count(file, "gpt-oss.expert_count"),
-        "num_experts_per_tok": count(file, "gpt-oss.expert_used_count"),
-        "intermediate_size": count(file, "gpt-oss.expert_feed_forward_length", config["intermediate_size"]),
-        "sliding_window": count(file, "gpt-oss.attention.sliding_window"),
+        **_experts(file, "num_local_experts"),
+        "intermediate_size": count(file, "expert_feed_forward_length", config["intermediate_size"]),
+        "sliding_window": count(file, "attention.sliding_window"),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
 
 
 def granite_config(file: GgufFile) -> dict[str, Any]:
-    config, arch = llama_config(file), file.value("general.architecture", str)
+    config = llama_config(file)
     return config | {
-        "attention_multiplier": real(file, f"{arch}.attention.scale", config["head_dim"] ** -0.5),
-        "embedding_multiplier": real(file, f"{arch}.embedding_scale", 1.0),
-        "residual_multiplier": real(file, f"{arch}.residual_scale", 1.0),
-        "logits_scaling": real(file, f"{arch}.logit_scale", 1.0),
+        "attention_multiplier": real(file, "attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": real(file, "embedding_scale", 1.0),
+        "residual_multiplier": real(file, "residual_scale", 1.0),
+        "logits_scaling": real(file, "logit_scale", 1.0),
     }
 
 
 def granitemoe_config(file: GgufFile) -> dict[str, Any]:
-    return granite_config(file) | {
-        "num_local_experts": count(file, "granitemoe.expert_count"),
-        "num_experts_per_tok": count(file, "granitemoe.expert_used_count"),
-    }
+    return granite_config(file) | _experts(file, "num_local_experts")
 
 
 def seed_oss_config(file: GgufFile) -> dict[str, Any]:
@@ -221,42 +230,38 @@ def seed_oss_config(file: GgufFile) -> dict[str, Any]:
 def mistral3_config(file: GgufFile) -> dict[str, Any]:
     config = llama_config(file)
     if (scaling := config["rope_scaling"])["rope_type"] == "yarn":
-        scaling["llama_4_scaling_beta"] = _decimal(
-            np.float32(file.value("mistral3.attention.temperature_scale", float, 0.0))
-        )
-        if "mistral3.rope.scaling.yarn_log_multiplier" in file.metadata:
+        scaling["llama_4_scaling_beta"] = _decimal(np.float32(value(file, "attention.temperature_scale", float, 0.0)))
+        if stored(file, "rope.scaling.yarn_log_multiplier") is not None:
             scaling["mscale"] = 1.0
-            scaling["mscale_all_dim"] = real(file, "mistral3.rope.scaling.yarn_log_multiplier")
+            scaling["mscale_all_dim"] = real(file, "rope.scaling.yarn_log_multiplier")
     return config
 
 
 def olmo2_config(file: GgufFile) -> dict[str, Any]:
     config = llama_config(file)
-    if config["rope_scaling"]["rope_type"] == "yarn" and "olmo2.rope.scaling.attn_factor" in file.metadata:
-        config["rope_scaling"]["attention_factor"] = real(file, "olmo2.rope.scaling.attn_factor")
+    if config["rope_scaling"]["rope_type"] == "yarn" and stored(file, "rope.scaling.attn_factor") is not None:
+        config["rope_scaling"]["attention_factor"] = real(file, "rope.scaling.attn_factor")
     return config
 
 
 def olmo3_config(file: GgufFile) -> dict[str, Any]:
-    kinds = file.value("olmo2.attention.sliding_window_pattern", list)
+    kinds = value(file, "attention.sliding_window_pattern", list)
     return olmo2_config(file) | {
-        "sliding_window": count(file, "olmo2.attention.sliding_window"),
+        "sliding_window": count(file, "attention.sliding_window"),
         "layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds],
     }
 
 
 def _expert_size(file: GgufFile) -> int:
     """The size of one expert's feed-forward layer: by default, a token's experts share the stated size."""
-    arch = file.value("general.architecture", str)
-    used = count(file, f"{arch}.expert_used_count")
-    stated = file.metadata.get(f"{arch}.feed_forward_length")
-    return count(file, f"{arch}.expert_feed_forward_length", stated // used if type(stated) is int else None)
+    used = count(file, "expert_used_count")
+    stated = stored(file, "feed_forward_length")
+    return count(file, "expert_feed_forward_length", stated // used if type(stated) is int else None)
 
 
 def qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     return decoder_config(file) | {
-        "num_experts": count(file, "qwen3moe.expert_count"),
-        "num_experts_per_tok": count(file, "qwen3moe.expert_used_count"),
+        **_experts(file),
         "moe_intermediate_size": _expert_size(file),
         "norm_topk_prob": True,  # of all released models
     }
@@ -266,8 +271,7 @@ def qwen2moe_config(file: GgufFile) -> dict[str, Any]:
     if (name := "blk.0.ffn_gate_shexp.weight") not in file.tensors:
         raise CallboardError(f"{file.path} has no tensor {name!r}; the file is incomplete.")
     return decoder_config(file) | {
-        "num_experts": count(file, "qwen2moe.expert_count"),
-        "num_experts_per_tok": count(file, "qwen2moe.expert_used_count"),
+        **_experts(file),
         "moe_intermediate_size": _expert_size(file),
         "shared_expert_intermediate_size": file.tensors[name].shape[0],  # older files do not state it
         "norm_topk_prob": False,  # of all released models
@@ -275,11 +279,7 @@ def qwen2moe_config(file: GgufFile) -> dict[str, Any]:
 
 
 def olmoe_config(file: GgufFile) -> dict[str, Any]:
-    return decoder_config(file) | {
-        "num_experts": count(file, "olmoe.expert_count"),
-        "num_experts_per_tok": count(file, "olmoe.expert_used_count"),
-        "norm_topk_prob": False,  # of all released models
-    }
+    return decoder_config(file) | _experts(file) | {"norm_topk_prob": False}  # of all released models
 
 
 def glm4moe_config(file: GgufFile) -> dict[str, Any]:
@@ -291,24 +291,24 @@ def glm4moe_config(file: GgufFile) -> dict[str, Any]:
 
 
 def deepseek2_config(file: GgufFile) -> dict[str, Any]:
-    config, attention = decoder_config(file), "deepseek2.attention"
+    config = decoder_config(file)
     del config["partial_rotary_factor"], config["head_dim"], config["num_key_value_heads"]
-    rope_dim = count(file, "deepseek2.rope.dimension_count")
+    rope_dim = count(file, "rope.dimension_count")
     # Newer files state the sizes of a head by keys of their own, as key_length is that of the cache.
-    is_new = f"{attention}.key_length_mla" in file.metadata
-    head_dim, value_dim = (count(file, f"{attention}.{n}_length{'_mla' if is_new else ''}") for n in ("key", "value"))
+    end = "" if stored(file, "attention.key_length_mla") is None else "_mla"
+    head_dim, value_dim = (count(file, f"attention.{n}_length{end}") for n in ("key", "value"))
     if (scaling := config["rope_scaling"])["rope_type"] == "yarn":
         # The converter of this architecture multiplies by 0.1.
-        factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
+        factor = value(file, "rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
     experts: dict[str, Any] = {"n_routed_experts": 0}
-    if file.value("deepseek2.expert_count", int, 0):
+    if value(file, "expert_count", int, 0):
         experts = _grouped_experts_config(file)
-    if experts["n_routed_experts"] and file.value("deepseek2.expert_gating_func", int, 1) != 2:
+    if experts["n_routed_experts"] and value(file, "expert_gating_func", int, 1) != 2:
         experts["topk_method"] = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return config | {
-        "kv_lora_rank": count(file, f"{attention}.kv_lora_rank"),
-        "q_lora_rank": file.value(f"{attention}.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": count(file, "attention.kv_lora_rank"),
+        "q_lora_rank": value(file, "attention.q_lora_rank", int, 0) or None,
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": head_dim - rope_dim,
         "v_head_dim": value_dim,
@@ -319,26 +319,24 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
 
 def _grouped_experts_config(file: GgufFile) -> dict[str, Any]:
     """The fields of mixtures with groups of experts, a choice bias and dense first layers."""
-    arch = file.value("general.architecture", str)
     return {
-        "n_routed_experts": count(file, f"{arch}.expert_count"),
-        "num_experts_per_tok": count(file, f"{arch}.expert_used_count"),
-        "moe_intermediate_size": count(file, f"{arch}.expert_feed_forward_length"),
-        "n_shared_experts": file.value(f"{arch}.expert_shared_count", int, 0),
-        "first_k_dense_replace": file.value(f"{arch}.leading_dense_block_count", int, 0),
-        "norm_topk_prob": file.value(f"{arch}.expert_weights_norm", bool, False),
-        "routed_scaling_factor": real(file, f"{arch}.expert_weights_scale", 1.0),
-        "n_group": count(file, f"{arch}.expert_group_count", 1),
-        "topk_group": count(file, f"{arch}.expert_group_used_count", 1),
+        **_experts(file, "n_routed_experts"),
+        "moe_intermediate_size": count(file, "expert_feed_forward_length"),
+        "n_shared_experts": value(file, "expert_shared_count", int, 0),
+        "first_k_dense_replace": value(file, "leading_dense_block_count", int, 0),
+        "norm_topk_prob": value(file, "expert_weights_norm", bool, False),
+        "routed_scaling_factor": real(file, "expert_weights_scale", 1.0),
+        "n_group": count(file, "expert_group_count", 1),
+        "topk_group": count(file, "expert_group_used_count", 1),
     }
 
 
 def phi3_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
-    config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
+    config["sliding_window"] = value(file, "attention.sliding_window", int, 0) or None
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
         context = config["max_position_embeddings"]
-        original = count(file, "phi3.rope.scaling.original_context_length", context)
+        original = count(file, "rope.scaling.original_context_length", context)
         factors = {
             f"{n}_factor": [_decimal(x) for x in table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
         }
@@ -349,50 +347,50 @@ def phi3_config(file: GgufFile) -> dict[str, Any]:
 
 def gpt2_config(file: GgufFile) -> dict[str, Any]:
     return {
-        "n_embd": count(file, "gpt2.embedding_length"),
-        "n_inner": count(file, "gpt2.feed_forward_length"),
-        "n_layer": count(file, "gpt2.block_count"),
-        "n_head": count(file, "gpt2.attention.head_count"),
-        "n_positions": count(file, "gpt2.context_length"),
+        "n_embd": count(file, "embedding_length"),
+        "n_inner": count(file, "feed_forward_length"),
+        "n_layer": count(file, "block_count"),
+        "n_head": count(file, "attention.head_count"),
+        "n_positions": count(file, "context_length"),
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": real(file, "gpt2.attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": real(file, "attention.layer_norm_epsilon"),
         **tokens_config(file),
     }
 
 
 def _delta_rule_config(file: GgufFile) -> dict[str, Any]:
     """The fields of models with the gated delta rule."""
-    config, arch = decoder_config(file), file.value("general.architecture", str)
+    config = decoder_config(file)
     num_layers = config["num_hidden_layers"]
-    value_heads, inner = count(file, f"{arch}.ssm.time_step_rank"), count(file, f"{arch}.ssm.inner_size")
+    value_heads, inner = count(file, "ssm.time_step_rank"), count(file, "ssm.inner_size")
     if inner % value_heads:
-        raise CallboardError(f"{file.path}: {arch}.ssm.inner_size is {inner}, which makes no {value_heads} even heads.")
+        raise CallboardError(
+            f"{file.path}: {_arch(file)}.ssm.inner_size is {inner}, which makes no {value_heads} even heads."
+        )
     stateful = [f"blk.{i}.ssm_out.weight" in file.tensors for i in range(num_layers)]
     return config | {
         "layer_types": ["linear_attention" if has_state else "full_attention" for has_state in stateful],
-        "linear_num_key_heads": count(file, f"{arch}.ssm.group_count"),
+        "linear_num_key_heads": count(file, "ssm.group_count"),
         "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": count(file, f"{arch}.ssm.state_size"),
+        "linear_key_head_dim": count(file, "ssm.state_size"),
         "linear_value_head_dim": inner // value_heads,
-        "linear_conv_kernel_dim": count(file, f"{arch}.ssm.conv_kernel"),
+        "linear_conv_kernel_dim": count(file, "ssm.conv_kernel"),
     }
 
 
 def drafts_tokens(file: GgufFile, name: str) -> bool:
     """Return True for a tensor of the layers that draft tokens, which are the last ones."""
-    arch, block = file.value("general.architecture", str), re.match(r"blk\.(\d{1,4})\.", name)
-    num_drafting = file.value(f"{arch}.nextn_predict_layers", int, 0)
-    return block is not None and num_drafting > 0 and int(block[1]) >= count(file, f"{arch}.block_count") - num_drafting
+    block = re.match(r"blk\.(\d{1,4})\.", name)
+    num_drafting = value(file, "nextn_predict_layers", int, 0)
+    return block is not None and num_drafting > 0 and int(block[1]) >= count(file, "block_count") - num_drafting
 
 
 def _shared_experts_config(file: GgufFile) -> dict[str, Any]:
-    arch = file.value("general.architecture", str)
-    size = count(file, f"{arch}.expert_feed_forward_length")
+    size = count(file, "expert_feed_forward_length")
     return {
-        "num_experts": count(file, f"{arch}.expert_count"),
-        "num_experts_per_tok": count(file, f"{arch}.expert_used_count"),
+        **_experts(file),
         "moe_intermediate_size": size,
-        "shared_expert_intermediate_size": count(file, f"{arch}.expert_shared_feed_forward_length", size),
+        "shared_expert_intermediate_size": count(file, "expert_shared_feed_forward_length", size),
     }
 
 
@@ -409,12 +407,12 @@ def qwen3next_config(file: GgufFile) -> dict[str, Any]:
 
 
 def lfm2_config(file: GgufFile) -> dict[str, Any]:
-    config, arch = decoder_config(file), file.value("general.architecture", str)
+    config = decoder_config(file)
     convs = [f"blk.{i}.shortconv.conv.weight" in file.tensors for i in range(config["num_hidden_layers"])]
     return config | {
         "norm_eps": config["rms_norm_eps"],
         "layer_types": ["conv" if is_conv else "full_attention" for is_conv in convs],
-        "conv_L_cache": count(file, f"{arch}.shortconv.l_cache"),
+        "conv_L_cache": count(file, "shortconv.l_cache"),
         "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in file.tensors),
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
     }
@@ -422,10 +420,9 @@ def lfm2_config(file: GgufFile) -> dict[str, Any]:
 
 def lfm2moe_config(file: GgufFile) -> dict[str, Any]:
     return lfm2_config(file) | {
-        "num_experts": count(file, "lfm2moe.expert_count"),
-        "num_experts_per_tok": count(file, "lfm2moe.expert_used_count"),
-        "moe_intermediate_size": count(file, "lfm2moe.expert_feed_forward_length"),
-        "num_dense_layers": file.value("lfm2moe.leading_dense_block_count", int, 0),
+        **_experts(file),
+        "moe_intermediate_size": count(file, "expert_feed_forward_length"),
+        "num_dense_layers": value(file, "leading_dense_block_count", int, 0),
         "use_expert_bias": any(".exp_probs_b" in name for name in file.tensors),
         "norm_topk_prob": True,  # of all released models
     }

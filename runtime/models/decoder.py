@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
@@ -113,7 +112,7 @@ class Layer:
 class DecoderWeights(NamedTuple):
     """The weights and tables of a decoder."""
 
-    embed: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
+    embed: Any  # [own tokens, hidden], as kernels have it
     embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
     positions: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
     layer_embed: LayerEmbedding | None  # with spec.layer_embed_size

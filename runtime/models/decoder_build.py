@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
-from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.latent_spec import LatentSpec
-from runtime.base.model.mixer_spec import DeltaRuleSpec
-from runtime.kernels.attention.rope import Heads, query_scale_table, rope_table
+from runtime.base.model.layer_spec import MixerSpec
+from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.kernels.attention.rope import query_scale_table, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import ExpertLayer
@@ -18,7 +18,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
-from runtime.models.linear_maps import FormatOf, LinearMaps, MapPart
+from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
 from runtime.models.mixers.latent import LatentMixer
@@ -80,13 +80,13 @@ class LayerBuilder:
     """Reads the parameters of a decoder: all in their order, or one part's."""
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
-        self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
-        self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(self.spec.num_layers)))  # with the head_dim
+        self.maps, self.spec, self.dense, self.num_positions = maps, maps.spec, maps.dense, num_positions
+        self.ropes = list(dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.spec.attentions.values()))
 
     def weights(self, numerics: Numerics) -> DecoderWeights:
         spec, maps, device = self.spec, self.maps, numerics.device
         table = partial(rope_table, num_positions=self.num_positions, dtype=numerics.dtype)
-        scales = query_scale_table(spec.rope, self.num_positions)
+        scales = query_scale_table(self.ropes[0][0], self.num_positions)
         embed = maps.embedding()
         positions, layer_embed = self.positions(), self.layer_embed()
         layers = [self.layer(i) for i in range(spec.num_layers)]
@@ -96,7 +96,7 @@ class LayerBuilder:
             embed.lookup,
             positions,
             layer_embed,
-            ropes=[table(rope, head_dim).to(device) for rope, head_dim in self.rope_specs],
+            ropes=[table(rope, head_dim).to(device) for rope, head_dim in self.ropes],
             query_scales=None if scales is None else scales.to(device),
             layers=layers,
             final_norm=final_norm,
@@ -106,7 +106,7 @@ class LayerBuilder:
 
     def positions(self) -> torch.Tensor | None:
         """The learned positions, if there are any."""
-        return self.read("positions")[0] if self.spec.learned_positions else None
+        return self.dense("positions") if self.spec.learned_positions else None
 
     def layer_embed(self) -> LayerEmbedding | None:
         """The embeddings of tokens that layers have, if there are any."""
@@ -114,8 +114,8 @@ class LayerBuilder:
         if not spec.layer_embed_size:
             return None
         lookup = maps.embedding("layer_embed").lookup
-        of_hidden = LinearMaps.columns(maps, [MapPart([name], maps.format_of(name), self.read(name))], None)
-        weight = self.read("layer_embed_norm")[0].float() * 0.5**0.5
+        of_hidden = maps.kernels.linear([maps.read(name).operand], None)
+        weight = self.dense("layer_embed_norm").float() * 0.5**0.5
         # The map has a factor of hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
         eps = spec.norm_eps * spec.hidden_size
         return LayerEmbedding(lookup, of_hidden, weight, spec.layer_embed_size, maps.kernels.norm, eps)
@@ -129,23 +129,37 @@ class LayerBuilder:
 
     def layer(self, index: int) -> Layer:
         """A layer."""
-        spec, maps, prefix = self.spec, self.maps, f"layers.{index}."
-        attn_norm, ffn_norm = (self._norm(prefix + n) if spec.pre_norms else None for n in ("attn_norm", "ffn_norm"))
-        post_attn_norm, post_ffn_norm = (
-            self._norm(prefix + n) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
-        )
-        mixer = self._mixer_of(index, prefix)
+        spec, maps, prefix = self.spec.layers[index], self.maps, f"layers.{index}."
+        norms = {name: self._norm(prefix + name) for name in spec.norms}
+        mixer, post_ffn_norm = self._mixer(spec.mixer, prefix), norms.get("post_ffn_norm")
         feed_forward: Mlp | ExpertLayer
-        if spec.experts is None or not spec.has_experts(index):
+        if spec.ffn.experts is None:
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
         else:
-            feed_forward = maps.experts(prefix, spec.experts)
-            if spec.dense_beside:
+            feed_forward = maps.experts(prefix, spec.ffn.experts)
+            if spec.ffn.beside:
                 assert post_ffn_norm is not None
                 feed_forward = self._dense_beside(prefix, feed_forward, post_ffn_norm)
-        own_input = self._layer_input(index, prefix) if spec.layer_embed_size else None
-        factor = self.read(f"{prefix}factor")[0] if spec.layer_factors else None
-        return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward, own_input, factor)
+        return Layer(
+            norms.get("attn_norm"),
+            norms.get("post_attn_norm"),
+            mixer,
+            norms.get("ffn_norm"),
+            post_ffn_norm,
+            feed_forward,
+            input=self._layer_input(index, prefix) if spec.embed_size else None,
+            factor=self.dense(f"{prefix}factor") if spec.has_factor else None,
+        )
+
+    def _mixer(self, spec: MixerSpec, prefix: str) -> Mixer:
+        if isinstance(spec, DeltaRuleSpec):
+            return DeltaRuleMixer.build(spec, self.maps, prefix)
+        if isinstance(spec, ShortConvSpec):
+            return ShortConvMixer.build(spec, self.maps, prefix)
+        rope = self.ropes.index((spec.rope, spec.rope_dim))
+        if isinstance(spec, LatentSpec):
+            return LatentMixer.build(spec, self.maps, prefix, rope)
+        return AttentionMixer.build(spec, self.maps, prefix, rope, self.num_positions)
 
     def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
         gate_up, down = (self.maps.linear(prefix, name) for name in ("dense_gate_up", "dense_down"))
@@ -158,116 +172,8 @@ class LayerBuilder:
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
-        gate_by = self.maps.kernels.gate_by or self._activated_together
-        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), gate_by)
-
-    def _activated_together(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.maps.kernels.activate(torch.cat((gate, up), 1))
-
-    def _mixer_of(self, index: int, prefix: str) -> Mixer:
-        if self.spec.is_stateful(index):
-            return self._mixer(index, prefix)
-        if self.spec.latent is not None:
-            return self._latent(index, prefix, self.spec.latent)
-        return self._attention(index, prefix)
-
-    def _latent(self, index: int, prefix: str, latent: LatentSpec) -> LatentMixer:
-        spec, maps, has = self.spec, self.maps, self.spec.linears(index)
-        kernels = maps.kernels.latent
-        norms = {name: self.read(prefix + name)[0] for name in latent.parameters()}
-        into, out = (maps.linear(prefix, name) for name in ("latent_in", "out"))
-        into_kv, q_up = (maps.linear(prefix, n) if n in has else None for n in ("latent_kv", "latent_q"))
-        return LatentMixer(
-            kernels,
-            spec.norm_eps,
-            into,
-            into_kv,
-            q_up,
-            out,
-            self._from_latents(prefix, latent),
-            q_norm=norms.get("q_a_norm"),
-            kv_norm=norms["kv_a_norm"],
-            latent_eps=latent.norm_eps,
-            stored=latent.stored,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
-            interleaved=spec.rope.interleaved,
-        )
-
-    def _from_latents(self, prefix: str, latent: LatentSpec) -> Any:
-        """The map from latents to keys and values, as the backend has it."""
-        heads, kernels = self.spec.num_heads, self.maps.kernels
-        if latent.split_up and kernels.compiled is not None and kernels.compiled.latents is not None:
-            absorb, values = (self.maps.stored(f"{prefix}{name}.weight") for name in ("k_b", "v_b"))
-            return kernels.compiled.latents.up_of_maps(absorb, values, heads)
-        if not latent.split_up:
-            whole = self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
-            return kernels.latent.up(whole, latent.nope_dim)
-        keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
-            ("k_b", latent.nope_dim), ("v_b", latent.rank)
-        ))  # fmt: skip
-        return kernels.latent.up(torch.cat((keys.transpose(1, 2), values), 1), latent.nope_dim)
-
-    def _attention(self, index: int, prefix: str) -> AttentionMixer:
-        spec, maps = self.spec, self.maps
-        num_kv_heads, head_dim = spec.heads(index)
-        parts: list[Heads] = ["q", "qk", "qkv"]
-        heads = parts[len(spec.linears(index)["qkv"][0]) - 1] if not spec.fused_qkv else "qkv"
-        q_norm = k_norm = None
-        if spec.qk_norm and not spec.qk_norm_all_heads:
-            q_norm = maps.turned(f"{prefix}q_norm")
-            k_norm = q_norm if heads == "q" else maps.turned(f"{prefix}k_norm")
-        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
-        attention = partial(
-            maps.kernels.attention,
-            scale=head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
-            window=spec.window if spec.is_sliding(index) and spec.window < self.num_positions else 0,
-            soft_cap=spec.attn_soft_cap,
-            sinks=self.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
-        )
-        return AttentionMixer(
-            maps.kernels,
-            spec.norm_eps,
-            qkv,
-            out,
-            num_heads=spec.num_heads + (len(heads) - 1) * num_kv_heads,
-            head_dim=head_dim,
-            gate_width=spec.num_heads * head_dim if spec.output_gate else 0,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            heads_norm=maps.heads_norm(prefix) if spec.qk_norm_all_heads else None,
-            heads=heads,
-            v_norm=spec.v_norm,
-            rope=self.rope_specs.index(self._rope(index)),
-            attention=attention,
-        )
-
-    def _mixer(self, index: int, prefix: str) -> Mixer:
-        spec, maps = self.spec, self.maps
-        own = {name: self.read(prefix + name)[0] for name in spec.mixer.parameters()} if spec.mixer else {}
-        linears = {name: maps.linear(prefix, name) for name in spec.linears(index) if name.startswith("mix_")}
-        into, out, conv = linears["mix_in"], linears["mix_out"], own["conv"].squeeze(1)
-        if not isinstance(spec.mixer, DeltaRuleSpec):
-            return ShortConvMixer(maps.kernels, spec.norm_eps, into, out, conv, own.get("conv_bias"))
-        return DeltaRuleMixer(
-            maps.kernels,
-            spec.norm_eps,
-            into,
-            linears.get("mix_gates"),
-            out,
-            conv,
-            decay_log=own["decay_log"].float(),
-            decay_bias=own["decay_bias"].float(),
-            mix_norm=own["mix_norm"],
-            values=spec.mixer.values,
-            tiled=spec.mixer.tiled,
-        )
-
-    def _rope(self, index: int) -> tuple[RopeSpec, int]:
-        """A layer's rotary positions and the head_dim."""
-        spec = self.spec
-        return spec.rope_of(index), spec.heads(index).head_dim if spec.latent is None else spec.rope_head_dim
+        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.gate_by)
 
     def _norm(self, name: str) -> torch.Tensor:
-        (weight,) = self.read(name)
-        return weight if self.spec.norm == "rms" else torch.stack((weight, *self.read(f"{name}_bias")))
+        weight = self.dense(name)
+        return weight if self.spec.norm == "rms" else torch.stack((weight, self.dense(f"{name}_bias")))

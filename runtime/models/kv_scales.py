@@ -32,11 +32,11 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
     found = _found(source)
     if not found:
         return None
-    scales = torch.ones(spec.num_layers, 2, max(spec.heads(i).num_kv_heads for i in range(spec.num_layers)))
+    scales = torch.ones(spec.num_layers, 2, max(layer.mixer.num_kv_heads for layer in spec.layers))
     for match in sorted(found, key=lambda match: match[2] != "kv"):  # one for both gives way to one of each
         own = source.tensor(match[0], torch.float32, scales.device).flatten()
         layer = int(match[1])
-        num_heads = spec.heads(layer).num_kv_heads
+        num_heads = spec.layers[layer].mixer.num_kv_heads
         if len(own) not in (1, num_heads):
             raise CallboardError(
                 f"Tensor {match[0]} has {len(own)} scales, neither one nor one of each of {num_heads} heads of "
@@ -49,5 +49,5 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
 def scales_of_rank(scales: torch.Tensor, spec: DecoderSpec) -> torch.Tensor:
     """The scales of a rank's heads: the first ones of each layer."""
     firsts = torch.tensor([spec.first_kv_head(i) for i in range(spec.num_layers)])
-    heads = firsts[:, None] + torch.arange(max(spec.heads(i).num_kv_heads for i in range(spec.num_layers)))
+    heads = firsts[:, None] + torch.arange(max(layer.mixer.num_kv_heads for layer in spec.layers))
     return scales.gather(2, heads.clamp(max=scales.shape[2] - 1)[:, None].expand(-1, 2, -1))

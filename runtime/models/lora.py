@@ -65,7 +65,7 @@ class MapPart(NamedTuple):
 def adapted_linears(spec: DecoderSpec, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """The fused maps of a layer that may have adapters, with the (out, in) shapes of their parts. Maps of experts may
     not."""
-    of_experts = ("gate_up", "down") if spec.has_experts(layer) else ()
+    of_experts = ("gate_up", "down") if spec.layers[layer].ffn.experts else ()
     return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in of_experts}
 
 

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
-from runtime.base.model.sharding import leaves_of
+from runtime.base.model.sharding import leaves_of, ungrouped
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.divided_linear import (
     ColumnLeaves,
@@ -19,12 +21,10 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, row_major
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
-from runtime.models.linear_maps import SUMS, Embedding, LinearMaps, MapPart
-from runtime.quant.quantized_formats import InterleavedFormat
-from runtime.quant.weight_format import Weight
+from runtime.models.linear_maps import SUMS, Embedding, LinearMaps
+from runtime.quant.held_weight import HeldWeight
 
 
 def sharded(maps: LinearMaps, communicator: Communicator, rank_invariant: bool) -> LinearMaps:
@@ -79,33 +79,25 @@ class RankMaps(LinearMaps):
 class LeafMaps(RankMaps):
     """Maps in leaves. Their bits do not depend on the number of ranks (EngineConfig.rank_invariant)."""
 
-    def columns(self, parts: list[MapPart], bias: torch.Tensor | None) -> Linear:
-        sizes = [
-            [leaf.stop - leaf.start for name in part.names for leaf in leaves_of(self.spec, name)] for part in parts
-        ]
-        biases = [None] * len(parts) if bias is None else bias.split([sum(own) for own in sizes])
-        with_sizes = zip(parts, sizes, biases, strict=True)
-        return ColumnLeaves([leaf for one in with_sizes for leaf in self._leaves_of_outputs(*one)])
+    def columns(self, parts: list[HeldWeight], bias: torch.Tensor | None) -> Linear:
+        leaves = [leaf for part in parts for leaf in part.split(self._leaf_sizes(part))]
+        own_biases = [] if bias is None else bias.split([leaf.num_rows for leaf in leaves])
+        biases = [bias.clone() for bias in own_biases] or [None] * len(leaves)
+        linears = zip(leaves, biases, strict=True)
+        return ColumnLeaves([self.kernels.linear([leaf.operand], own) for leaf, own in linears])
 
-    def _leaves_of_outputs(self, part: MapPart, sizes: list[int], bias: torch.Tensor | None) -> list[Linear]:
-        def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-            split = tensor.split([size * len(tensor) // sum(sizes) for size in sizes])
-            return [leaf.clone() for leaf in split]  # aligned, because a library's sums may depend on alignment
+    def _leaf_sizes(self, weight: HeldWeight) -> list[int]:
+        """The rows of the weight's leaves, in the order that `row_order` gives it."""
+        names = (name for parameter in weight.names for name in ungrouped(parameter))
+        return [leaf.stop - leaf.start for name in names for leaf in leaves_of(self.spec, name)]
 
-        weights = zip(*map(leaves, part.weight), strict=True)
-        biases = [None] * len(sizes) if bias is None else leaves(bias)
-        pairs = zip(weights, biases, strict=True)
-        return [part.weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs]
-
-    def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
-        weight: Weight
+    def head(self, table: Any) -> Linear:
+        weight_format, source = self.format_of("head"), self.format_of("embed")
         if not self.spec.tied_head:
-            weight = self.read("head")
-        elif isinstance(table, torch.Tensor):
-            weight = weight_format.encode(table)
-        else:
-            weight = tuple(tensor for tensor in row_major(table)[1:] if tensor is not None)
-        return self.columns([MapPart(["head"], weight_format, weight)], None)
+            return self.columns([self.read("head")], None)
+        is_same = weight_format.joins(source)
+        tensors = weight_format.tensors(table) if is_same else weight_format.encode(source.dense(table))
+        return self.columns([HeldWeight(("head",), weight_format, tensors)], None)
 
     def _sum(self, prefix: str, name: str) -> Linear:
         leaves = self._input_leaves(prefix, name)
@@ -128,10 +120,10 @@ class LeafMaps(RankMaps):
     def _input_leaves(self, prefix: str, name: str) -> list[tuple[int, Product]]:
         """The leaves of a map of some inputs, with the number of their inputs."""
         parameter = f"{prefix}{name}.weight"
-        leaves, weight_format = leaves_of(self.spec, parameter), self.format_of(parameter)
+        leaves = leaves_of(self.spec, parameter)
         weights = [self.read(parameter, leaf) for leaf in leaves]
         biases = [self._bias(prefix, name), *[None] * (len(leaves) - 1)]
         return [
-            (leaf.stop - leaf.start, weight_format.linear(weight, bias, self.kernels).product)
+            (leaf.stop - leaf.start, self.kernels.linear([weight.operand], bias).product)
             for leaf, weight, bias in zip(leaves, weights, biases, strict=True)
         ]

@@ -18,15 +18,16 @@ from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.checkpoint_model import unused_tensors
 from runtime.models.weight_map import WeightMap
+from runtime.quant.held_weight import HeldWeight
 from runtime.quant.model_formats import weight_formats
-from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
+from runtime.quant.weight_format import DENSE, Location, Tensors, TensorSource, WeightFormat
 
 
 class ReadWeight(Protocol):
     """Reads the rank's part of a parameter of `spec.shapes()` by name, on the device; with `part`, that part of the
     whole parameter."""
 
-    def __call__(self, parameter: str, part: Part | None = None, /) -> Weight: ...
+    def __call__(self, parameter: str, part: Part | None = None, /) -> HeldWeight: ...
 
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class LoadProgress:
     def watched(self, read: ReadWeight) -> ReadWeight:
         """The same reader, with reports."""
 
-        def reported(parameter: str, part: Part | None = None) -> Weight:
+        def reported(parameter: str, part: Part | None = None) -> HeldWeight:
             size = self._sizes.pop(parameter, 0)  # of its first part
             self._done += size
             self._untrimmed += size
@@ -135,16 +136,17 @@ def reader(
 ) -> ReadWeight:
     """Reads parameters from their locations, which are checked."""
 
-    def read(parameter: str, part: Part | None = None) -> Weight:
+    wide = replace(numerics, dtype=torch.float32)
+
+    def read(parameter: str, part: Part | None = None) -> HeldWeight:
         location = locations[parameter]
         if part is not None:
             location = location.within((part,))
         weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
-        if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
-            return (weight_format.read(source, location, replace(numerics, dtype=torch.float32))[0] + 1.0,)
-        if parameter.endswith(_IN_FLOAT32):
-            return DENSE.read(source, location, replace(numerics, dtype=torch.float32))
-        return weight_format.read(source, location, numerics)
+        adds_one = weight_map.adds_one(parameter)  # in fp32: 1 + w has more digits than w
+        is_wide = adds_one or parameter.endswith(_IN_FLOAT32)
+        tensors = weight_format.read(source, location, wide if is_wide else numerics)
+        return HeldWeight((parameter,), weight_format, (tensors[0] + 1.0,) if adds_one else tensors)
 
     return read
 
@@ -159,9 +161,9 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
     dense = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
-    quantized = dict[str, Weight]()
+    quantized = dict[str, Tensors]()
 
-    def read(parameter: str, part: Part | None = None) -> Weight:
+    def read(parameter: str, part: Part | None = None) -> HeldWeight:
         weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)
         if parameter not in dense and parameter not in quantized:
             dense.clear()
@@ -172,8 +174,10 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
                 numbers = random_parameter(parameter, shapes[parameter], generator)
                 dense[parameter] = numbers.to(numerics.device, numerics.dtype)
         if parameter in quantized:
-            return weight_format.parts_of_random(quantized[parameter], parts, numerics)
-        return weight_format.encode(dense[parameter], parts)
+            tensors = weight_format.parts_of_random(quantized[parameter], parts, numerics)
+        else:
+            tensors = weight_format.encode(dense[parameter], parts)
+        return HeldWeight((parameter,), weight_format, tensors)
 
     return read
 

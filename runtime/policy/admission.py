@@ -1,7 +1,7 @@
-"""Admission: a waiting request starts if its prompt fits beside what all running requests will probably need.
+"""Admission: a waiting request starts if its prompt fits next to what all running requests will probably need.
 
 A request that starts too early costs a preemption and its work again; one that starts too late leaves memory unused. So
-a request counts with the blocks that it is expected to hold at its end. If it ignores EOS that is its limit, else an
+a request counts with the blocks that it is expected to hold when it ends. If it ignores EOS that is its limit, else an
 estimate from answers like it (output_length.py), which is revised as its output grows.
 
 Many answers make up for one another; a few may all be long. So the new request must fit with half as much again. In a
@@ -20,11 +20,11 @@ from runtime.core.request_state import NEVER, RequestState
 from runtime.core.stats import EngineStats
 from runtime.policy.output_length import OutputLengthEstimator
 
-_MARGIN = 0.5  # of the expected need of a waiting request
+_MARGIN = 0.5  # extra share of a waiting request's expected need
 
 
 class _Expectation:
-    """The expected end of one request."""
+    """One request's expected end."""
 
     __slots__ = ("num_blocks", "num_observed", "revise_at")
 
@@ -71,7 +71,7 @@ class Admission(Extra):
             self.lengths.observe_end(state.params.max_tokens, length, reason is FinishReason.STOP)
 
     def _expect(self, state: RequestState) -> _Expectation:
-        """Revise the expectation of a request."""
+        """Revise a request's expectation."""
         known, params = self._expected[state], state.params
         length, known.revise_at = state.max_len, NEVER
         if not params.ignore_eos:
@@ -83,7 +83,7 @@ class Admission(Extra):
         return known
 
     def _observe(self, state: RequestState, known: _Expectation) -> int:
-        """Report new output to the estimator; return the length of the output."""
+        """Report new output to the estimator; return the output's length."""
         length = len(state.tokens) - state.prompt_len
         self.lengths.observe(state.params.max_tokens, known.num_observed, length)
         known.num_observed = max(known.num_observed, length)

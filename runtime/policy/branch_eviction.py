@@ -1,12 +1,12 @@
-"""BranchEviction: shared prefixes stay in the cache longer than the history of one conversation.
+"""BranchEviction: shared prefixes remain in the cache longer than one conversation's history.
 
-The least recently released block goes first, but a branch block ages at a quarter of the speed. Cached prompts diverge
-at a branch block or below it. An instruction at the beginning of many conversations is worth more than the history of
-one, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects blocks requested twice. Here these would
-be every history of three turns.)
+The least recently released block is evicted first, but a branch block ages at a quarter of the speed. Cached prompts
+diverge at a branch block or below it. An instruction that begins many conversations is worth more than one
+conversation's history, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects blocks requested
+twice. Here these would be every history of three turns.)
 
-Children are released before their parents. So the head of each of the two queues is a leaf of the prefix tree among the
-blocks of that queue. A branch block goes only if it is older than the head of the other queue, so none of those is its
+Children are released before their parents. So each queue's head is a leaf in the prefix tree of the queue's
+blocks. A branch block is evicted only if it is older than the other queue's head, so none of those is its
 child.
 """
 
@@ -22,10 +22,10 @@ BRANCH_AGE_DIVISOR = 4
 
 
 class BranchOrder(EvictionOrder):
-    """Two queues of blocks by the time of their release; the clock counts released blocks."""
+    """Two queues of blocks by release time; the clock counts released blocks."""
 
     def reset(self, num_blocks: int) -> None:
-        self._others: OrderedDict[int, int] = OrderedDict()  # block -> time of its release
+        self._others: OrderedDict[int, int] = OrderedDict()  # block -> release time
         self._branches: OrderedDict[int, int] = OrderedDict()
         self._now = 0
         self._first_child = [b""] * num_blocks  # hash of each block's first cached child
@@ -60,12 +60,12 @@ class BranchOrder(EvictionOrder):
         if not (branches := [block for block in table if has_branch[block]]):
             self._append(blocks, [])
             return
-        for block in table[: table.index(branches[-1])]:  # a parent of a branch block is one, too
+        for block in table[: table.index(branches[-1])]:  # a branch block's parent is one, too
             has_branch[block] = 1
         self._append([b for b in blocks if not has_branch[b]], [b for b in blocks if has_branch[b]])
 
     def _append(self, others: list[int], branches: list[int]) -> None:
-        """Add released blocks, children before parents. No block of `others` is the parent of a branch block."""
+        """Add released blocks, children before parents. No block in `others` is a branch block's parent."""
         now = self._now
         for queue, blocks in ((self._others, others), (self._branches, branches)):
             for block in blocks:

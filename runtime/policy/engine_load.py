@@ -1,4 +1,4 @@
-"""EngineLoad: the work and the free memory of one engine, for routing and scaling."""
+"""EngineLoad: one engine's work and free memory, for routing and scaling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.policy.queue_sizes import QueueSizes
 class EngineLoad(NamedTuple):
     """One engine at one moment."""
 
-    queued_tokens: int = 0  # known tokens of all its requests that are still to be computed, without cached ones
+    queued_tokens: int = 0  # known tokens that its requests have still to compute, without cached ones
     num_running: int = 0  # requests that hold a slot
     num_waiting: int = 0  # requests without a slot
     num_free_blocks: int = 0  # KV blocks that no request holds, cached or not
@@ -24,7 +24,7 @@ class EngineLoad(NamedTuple):
         Cached tokens of waiting requests are as of their arrival, and count only if a front follows the cache
         (`PrefixCache.pending_events`)."""
         waiting, pool = scheduler.waiting, scheduler.pool
-        started = 0  # tokens of prompts that are computed in part
+        started = 0  # tokens in prompts that are computed in part
         for state in scheduler.running:
             missing = len(state.tokens) - state.num_computed
             if missing > 1:

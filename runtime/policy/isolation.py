@@ -1,7 +1,7 @@
 """Isolation: finds the request that kills the runners by running suspects alone.
 
-A loss of the runners (a crashed kernel, a killed process, a hung step) pauses all requests. They are then computed
-again (C8). One of them may be the cause, and would cause the next loss too:
+When the runners are lost (a crashed kernel, a killed process, a hung step), all requests pause. They are then computed
+again (C8). One request may be the cause, and would cause the next loss too:
 
     first loss     all requests continue together: most losses have another cause, or happen once
     second loss    requests with rows in flight both times that gained next to nothing between are suspects. They run
@@ -14,7 +14,7 @@ few steps, less than loading a model again. A request that gains more between tw
 
 Several requests may kill the runners only together. Each is cleared alone, and a cleared request is not tried again:
 
-    cleared        they return one after another, each when the one before has gained a few tokens beside the others
+    cleared        they return one after another, each when the one before has gained a few tokens among the others
     lost again     just after a return: one fewer may run together from then on, and the others wait until one ends. A
                    request that was lost so _MAX_RETURNS times in a row is at fault, and ends
                    at another time: half as many may run together
@@ -36,25 +36,25 @@ PROGRESS_TOKENS = 4  # tokens without a loss that clear a request
 
 
 class _Losses:
-    """The losses of the runners with rows of one request in flight."""
+    """The runner losses that had one request's rows in flight."""
 
     __slots__ = ("at", "num", "num_returns")
 
     def __init__(self) -> None:
-        self.num = 0  # in a row
+        self.num = 0  # losses in a row
         self.at = 0  # known tokens at the last one
-        self.num_returns = 0  # of these, just after it returned from a trial
+        self.num_returns = 0  # losses just after its return from a trial
 
 
 class Isolation(Extra):
-    """The suspects, the trial of one of them, and the return of cleared requests."""
+    """The suspects, one suspect's trial, and the return of cleared requests."""
 
     def __init__(self) -> None:
-        self._losses: dict[RequestState, _Losses] = {}  # of live requests that were ever in flight at a loss
+        self._losses: dict[RequestState, _Losses] = {}  # live requests that were ever in flight at a loss
         self._goals: dict[RequestState, int] = {}  # suspects, and the number of tokens that clears each
 
-        # Cleared requests in the order of their return, each with the token count after which the next one returns; 0
-        # before its own return.
+        # Cleared requests in order of return, each with the token count after which the next one returns; 0 before its
+        # own return.
         self._cleared: dict[RequestState, int] = {}
         self._most: int | None = None  # cleared requests that may run together; None for all
 
@@ -119,5 +119,5 @@ class Isolation(Extra):
             self._most = None
 
     def _return_order(self, state: RequestState) -> tuple[int, int]:
-        """Requests that were lost on their return come last, then the order of arrival decides."""
+        """Requests that were lost on their return come last, then arrival decides."""
         return self._losses[state].num_returns, state.sort_key[-1]

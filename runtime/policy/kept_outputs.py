@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from runtime.base.types import Request
 from runtime.core.request_state import RequestState
 
-MAX_TOKENS = 1 << 20  # of all kept requests, with their prompts
+MAX_TOKENS = 1 << 20  # tokens in all kept requests, with their prompts
 LIFE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The tokens of a request that ended early."""
+    """The tokens from a request that ended early."""
 
     request: Request
-    fingerprint: str  # of the model that sampled them
+    fingerprint: str  # fingerprint of the model that sampled them
     token_ids: array[int]
     num_cached: int  # prompt tokens that were cached
     ended_at: float
@@ -34,7 +34,7 @@ class Output:
 
 
 class KeptOutputs:
-    """The latest outputs within the limits, by the id of their choice, which contains its owner."""
+    """The latest outputs within the limits, by choice id, which contains the owner."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class KeptOutputs:
         self._num_tokens = 0
 
     def keep(self, request_id: str, state: RequestState, fingerprint: str) -> None:
-        """Keep the output of a request that ends before its end, unless more than tokens must be repeated."""
+        """Keep the output when a request ends early, unless more than tokens must be repeated."""
         params = state.params
         has_more = params.logprobs is not None or params.prompt_logprobs is not None or params.routed_experts
         if not state.request.keeps_output or has_more or len(state.tokens) == state.prompt_len:

@@ -1,10 +1,10 @@
 """Estimates the tokens that an answer still gets: the scheduler admits as many requests as should fit to their end.
 
-Only an answer that stops by itself shows its full length. The length of an answer that ends at max_tokens, or still
-runs, is censored: it did not stop before. The estimator therefore learns the hazard, not a mean of lengths. The hazard
-at a length is the share of answers that stop there, among all that reach it. A product over such shares is the survival
-curve of Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within spans of lengths that grow by
-the factor 1.4 (a piecewise exponential model). A curve is some thirty pairs of counts:
+Only an answer that stops by itself shows its full length. If an answer ends at max_tokens, or still runs, its length is
+censored: it did not stop before. The estimator therefore learns the hazard, not a mean length. The hazard at a length
+is the share of answers that stop there, among all that reach it. A product over such shares is the survival curve of
+Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within length spans that grow by the factor
+1.4 (a piecewise exponential model). A curve is some thirty pairs of counts:
 
     hazard of a span = (answers that stopped in it + prior answers) / (tokens generated in it + prior tokens)
 
@@ -14,7 +14,7 @@ decides little and a few outweigh it. An answer that is longer than expected cos
 begins far below a full context, so that a cold engine can fill its memory.
 
 Requests with other limits have other answers: an answer cut at 16 tokens does not predict chats that may fill the
-context. Each class of max_tokens, a power of two wide, has its own counts, in which old answers fade.
+context. Each max_tokens class, a power of two wide, has its own counts, in which old answers fade.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import pairwise
 
-_EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 62)  # of the spans
+_EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 62)  # bounds of the spans
 _PRIOR_ANSWERS = 0.4  # that stopped in each span
 _PRIOR_TOKENS = tuple(_PRIOR_ANSWERS * (600 + (a + min(b, 2 * a + 8)) / 2) / 3 for a, b in pairwise(_EDGES))
-_KEPT = 1 - 1 / 256  # share of the counts that stays when an answer ends: some 256 answers are remembered
-_MOST_WEIGHT = 1e12  # of an observation; the first one has 1
+_KEPT = 1 - 1 / 256  # share of the counts that remains when an answer ends: some 256 answers are remembered
+_MOST_WEIGHT = 1e12  # an observation's weight; the first one has 1
 _REST = 0.01  # a smaller share of answers counts as none
 
 
 class _Curve:
-    """Counts of the answers of one class by span of lengths, without the prior. New answers count with growing weight,
-    so old ones fade."""
+    """One class's answer counts by length span, without the prior. New answers count with growing weight, so old ones
+    fade."""
 
     __slots__ = ("stops", "tokens", "weight")
 

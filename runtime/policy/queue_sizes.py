@@ -1,4 +1,4 @@
-"""QueueSizes: what the waiting requests amount to, for limits of the queue and for routing."""
+"""QueueSizes: what the waiting requests amount to, for the queue's limits and for routing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARE = 3  # places that one owner may hold, for each free one
 
 
 def exceeds_share(own: int, total: int, most: int) -> bool:
-    """Return True if an owner with `own` places of a queue may not take another.
+    """Return True if an owner with `own` places in a queue may not take another.
 
     It may hold _SHARE times the free places, so some are left for every other owner (dynamic thresholds, Choudhury and
     Hahne 1998)."""
@@ -25,11 +25,11 @@ class QueueSizes(Extra):
     """Sums over the waiting requests."""
 
     def __init__(self) -> None:
-        self.num_predicted = 0  # tokens of their predictions
+        self.num_predicted = 0  # tokens in their predictions
         self.num_hits = 0  # tokens that were cached when they arrived; 0 unless the cache records its events
         self._num_list_bytes = self._num_grammar_bytes = 0
-        self._grammars: Counter[str] = Counter()  # requests by the key of their grammar
-        self._hits: dict[RequestState, int] = {}  # of live requests with cached tokens
+        self._grammars: Counter[str] = Counter()  # requests by grammar key
+        self._hits: dict[RequestState, int] = {}  # live requests with cached tokens
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         self._kv_cache = kv_cache

@@ -31,7 +31,7 @@ class StallWatch:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads of this process."""
+    """Return the stacks of this process's threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames().items()
     return "\n".join(f"{names.get(i, i)}:\n{''.join(traceback.format_stack(frame))}" for i, frame in frames)

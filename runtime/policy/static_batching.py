@@ -26,7 +26,7 @@ class StaticBatching(Extra):
 
 
 class ShortestJobFirst(Extra):
-    """Orders the requests of one priority by their most tokens."""
+    """Orders one priority's requests by their most tokens."""
 
     def on_add(self, state: RequestState) -> None:
         priority, _, arrival = state.sort_key

@@ -1,7 +1,7 @@
-"""Paces steps: how many prompt tokens one takes beside rows that decode, and how late the next one may be planned.
+"""Paces steps: the prompt tokens that share a step with decoding rows, and how late the next step may be planned.
 
-The expected time of a step is the time of a step that decodes the same rows, plus a time for each prompt token. Both
-are medians of recent steps, so that they follow the model and the device. The time of a token depends on its context.
+A step's expected time is that of a step which decodes the same rows, plus a time for each prompt token. Both
+are medians over recent steps, so that they follow the model and the device. A token's time depends on its context.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from runtime.core.step import Step
 _AUTO_STEPS, _AUTO_SHARE, _AUTO_US = 4.0, 0.35, 0.3e6
 # Longest step without decoding rows. A request that arrives meanwhile waits for its end.
 _ALONE_US = 1.5e6
-# The least prompt tokens of a step: the larger count if it takes less time than a decode step. The smaller one is also
-# the first count, because the time of a token is not known yet.
+# A step's least prompt tokens: the larger count if it takes less time than a decode step. The smaller one is also
+# the first count, because a token's time is not known yet.
 _LEAST_TOKENS, _FIRST_TOKENS = 64, 16
 
-# (multiple, upper limit of the tokens of a step). Steps of such multiples, decoding rows included, fill a runner's
-# graphs. The first multiple fills the tiles of a CPU's attention: the nearest one is taken, since a tile is long there.
+# (multiple, upper limit of a step's tokens). Steps with such multiples, decoding rows included, fill a runner's
+# graphs. The first multiple fills a CPU's attention tiles: the nearest one is taken, since a tile is long there.
 _MULTIPLES = (16, 64), (64, 512), (128, 2048), (2048, 1 << 62)
-_CONTEXT = 2048  # tokens of context below which their number matters little
+_CONTEXT = 2048  # context tokens below which their number matters little
 _EARLY_US, _EARLY_SHARE = 500.0, 0.1  # the next step is planned this long before a step's expected end
 
 
 class _Recent:
-    """Recent samples of a varying quantity. One sample of any size moves the median to a neighbour at most."""
+    """Recent samples of a varying quantity. Whatever its size, one sample moves the median to a neighbour at most."""
 
     _ENOUGH, _COUNT = 3, 5  # samples: needed, and kept
 
@@ -52,7 +52,7 @@ class _Recent:
 
 
 class _BySize:
-    """A quantity that depends on a size: samples for each number of bits of the size."""
+    """A quantity that depends on a size: samples by the size's bit length."""
 
     def __init__(self) -> None:
         self._recent: dict[int, _Recent] = {}
@@ -76,14 +76,14 @@ class StepPacing(Extra):
     """Learns how long steps take, and bounds their prompt tokens."""
 
     def __init__(self, max_itl_ms: float | None, clock: Callable[[], float]) -> None:
-        """`max_itl_ms` is the target time of a step with prompts; None for a multiple of a decode step. `clock` returns
-        seconds."""
+        """`max_itl_ms` is the target time for a step with prompts; None for a multiple of a decode step. `clock`
+        returns seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
-        self._decode_us = _BySize()  # of a step, by its rows
-        self._token_us = _BySize()  # of a prompt token, by the _CONTEXT tokens before it
-        self._context = 0  # of the last such token
-        self._planned_at: dict[int, float] = {}  # of the steps in flight, by their ids
+        self._decode_us = _BySize()  # a step's time, by its rows
+        self._token_us = _BySize()  # a prompt token's time, by the _CONTEXT tokens before it
+        self._context = 0  # context of the last such token
+        self._planned_at: dict[int, float] = {}  # plan times of steps in flight, by their ids
         self._result_at = 0.0
 
     def on_plan(self, step: Step) -> None:
@@ -114,7 +114,7 @@ class StepPacing(Extra):
         return 0.0 if token is None else 1e6 / token.median
 
     def prompt_tokens_beside(self, num_decoding: int, num_queued: int, context: int = 0) -> int | None:
-        """Return the most prompt tokens of a step beside `num_decoding` rows; None for no limit.
+        """Return the most prompt tokens that share a step with `num_decoding` rows; None for no limit.
 
         `num_queued` counts all prompt tokens that are not computed yet, and `context` the tokens before the next one.
         Without a target, a step takes a share of the queue if the decoding rows can wait so long. A burst of prompts
@@ -156,7 +156,7 @@ class StepPacing(Extra):
             return
         decode = self._decode_us.near(num_decoding)
         decode_us = 0.0 if decode is None else decode.median
-        # The time of fewer tokens shows where it is most of the step, and is better than none.
+        # The time for fewer tokens shows where it dominates the step, and is better than none.
         is_long = num_prompt_tokens >= _LEAST_TOKENS or took_us > 2 * decode_us or self._token_us.near(0) is None
         if is_long and num_prompt_tokens >= _FIRST_TOKENS:
             self._context = context // _CONTEXT

@@ -4,8 +4,9 @@
    `QuantizationScheme` (`scheme.py`).
 2. The scheme's layout (`checkpoint_layouts.py`) reads the tensors of any method into one of a few encodings
    (`encodings.py`): quantized values, scales and perhaps zero points.
-3. The weight stays quantized if the device has products for its encoding (`products.py`), or becomes dense
-   (`quantized_formats.py`). `model_formats.py` decides for each parameter of a model.
+3. The weight stays quantized if the backend has products for its encoding (`triton_format.py`, `llvm_format.py`), or
+   becomes dense (`quantized_formats.py`). `model_formats.py` decides for each parameter of a model.
+4. The weight is a `HeldWeight` (`held_weight.py`) from there to the kernels.
 
 The parsers do not import torch, so that a config.json can be checked without it."""
 

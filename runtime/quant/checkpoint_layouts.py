@@ -18,7 +18,7 @@ from runtime.base.model.sharding import Part
 from runtime.base.types import CallboardError
 from runtime.quant.encodings import Encoding, Table, encoding_of
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight, read_plain
+from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, Tensors, TensorSource, read_plain
 
 _FP8, _INT8, _UINT8, _INT32 = (torch.float8_e4m3fn,), (torch.int8,), (torch.uint8,), (torch.int32,)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,7 +88,7 @@ class CheckpointLayout(ABC):
         return {}
 
     @abstractmethod
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         """Values and scales of the encoding, from the tensors of a part of this shape.
 
         Raises CallboardError if the tensors contradict the config."""
@@ -96,7 +96,7 @@ class CheckpointLayout(ABC):
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return {_own_name(location, name): grid.stored(location.shape) for name, grid in self.block_tensors().items()}
 
-    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         """The weight, or the parts that the location names, in the encoding."""
         weights = []
         for part in location.parts or (None,):
@@ -119,7 +119,7 @@ class CheckpointLayout(ABC):
         """Scales in float32; the scale of a whole tensor is repeated for each row."""
         return scale.float() if self.scheme.scale_rows else scale.float().expand(shape[0], 1).contiguous()
 
-    def _grouped(self, quantized: torch.Tensor, groups: torch.Tensor | None, *shared: torch.Tensor) -> Weight:
+    def _grouped(self, quantized: torch.Tensor, groups: torch.Tensor | None, *shared: torch.Tensor) -> Tensors:
         """A weight with its columns sorted by group, if the scheme is reordered."""
         if groups is None:
             if self.scheme.reordered:
@@ -142,7 +142,7 @@ class Plain(CheckpointLayout):
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return DENSE.stored(location)
 
-    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         if location.parts and location.parts[0].dim == 1 and not self._encoding.group_size:
             (part,) = location.parts  # each rank uses the scale of the whole row
             quantized, scale = self._encoding.part(self.read(source, location._replace(parts=()), device), part)
@@ -151,7 +151,7 @@ class Plain(CheckpointLayout):
         weight = read_plain(source, location, stored if stored in _SCALES else torch.float32, device)
         return self.unpack({"weight": weight}, location.shape)
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         return self._encoding.encode(tensors["weight"])
 
 
@@ -179,7 +179,7 @@ class OneByOne(CheckpointLayout):
             **of_activations,
         }
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         quantized, scale = tensors["weight"], next((tensors[name] for name in self._names if name in tensors), None)
         if scale is None:
             raise CallboardError(f"it has no {' or '.join(self._names)} beside it.")
@@ -211,13 +211,13 @@ class PackedWords(CheckpointLayout):
         of_shape = StoredTensor((2,), (torch.int64, torch.int32))
         return super().stored(location) | {_own_name(location, "weight_shape"): of_shape}
 
-    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         name = _own_name(location, "weight_shape")
         if (said := tuple(source.tensor(name, torch.int64, torch.device("cpu")).tolist())) != location.shape:
             raise CallboardError(f"{name} says {list(said)}; the checkpoint's config asks for {list(location.shape)}.")
         return super().read(source, location, device)
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         bits, groups = self._encoding.bits, tensors.get("weight_g_idx")
         quantized = unpack_words(tensors["weight_packed"], bits, shape[1])
         scale = self._per_row(tensors["weight_scale"], shape)
@@ -240,7 +240,7 @@ class Awq(CheckpointLayout):
             "scales": BlockTensor(_SCALES, 1, columns, transposed=True),
         }
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         scale = tensors["scales"].float().contiguous()
         quantized, zeros = (
             unpack_words(tensors[name].t(), 4, shape[0]).unflatten(1, (-1, 8))[..., self._ORDER].flatten(1).t()
@@ -265,7 +265,7 @@ class Gptq(CheckpointLayout):
             "g_idx": BlockTensor(_INT32, 0, 1, optional=not self.scheme.reordered),
         }
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         bits = self._encoding.bits
         quantized = unpack_words(tensors["qweight"], bits, shape[1])
         zeros = unpack_words(tensors["qzeros"].t(), bits, shape[0]).t()
@@ -303,7 +303,7 @@ class Nibbles(CheckpointLayout):
         }
         return block_tensors | ({self._of_tensor: BlockTensor(_SCALES, 0, 0)} if self._of_tensor else {})
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         quantized = unpack_nibbles(tensors[self._quantized].flatten(1))[:, : shape[1]]
         if not self._of_tensor:
             return quantized, exponents(tensors[self._name])
@@ -339,7 +339,7 @@ class BitsAndBytes4(CheckpointLayout):
             tensors["weight.nested_quant_map"] = StoredTensor((256,), (torch.float32,))
         return {_own_name(location, name): stored for name, stored in tensors.items()}
 
-    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         tensors = {
             name.removeprefix(_own_name(location, "")): source.tensor(name, source.dtype(name), device)
             for name in self.stored(location)
@@ -351,7 +351,7 @@ class BitsAndBytes4(CheckpointLayout):
         weights = [encoding.part((quantized, scale), part) for part in location.parts]
         return encoding.join(weights) if weights else (quantized, scale)
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         state = json.loads(bytes(tensors[self._state].tolist()))
         said = tuple(state.get("shape", ())), state.get("blocksize"), state.get("nested_blocksize", 256)
         if said != (shape, self.scheme.group_size, 256):

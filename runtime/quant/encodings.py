@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from runtime.base.model.sharding import Part
 from runtime.kernels.quantized import weight_conversions as fp8_encode
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import Shape, Weight
+from runtime.quant.weight_format import Shape, Tensors
 
 # Numbers that are dequantized or encoded at once: their float32 copy stays small beside the weight.
 _AT_ONCE = 1 << 20
@@ -80,7 +80,7 @@ class Encoding(ABC):
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         """The nearest quantized values of float32 numbers, which are divided by their scales."""
 
-    def encode(self, dense: torch.Tensor) -> Weight:
+    def encode(self, dense: torch.Tensor) -> Tensors:
         """Quantize `dense` by rounding to nearest. Scales are rounded to `scale_dtype`, without factors."""
         scale, *zero_points = self._shared(dense)
         if self.scale_dtype != torch.float32:
@@ -95,7 +95,7 @@ class Encoding(ABC):
             quantized[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
         return quantized, scale, *zero_points
 
-    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+    def random(self, shape: Shape, generator: torch.Generator) -> Tensors | None:
         """Random numbers of about unit length in each row, drawn without a dense copy; None if not implemented."""
         return None
 
@@ -104,13 +104,13 @@ class Encoding(ABC):
         blocks = self._blocks(dense)
         return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
-    def join(self, weights: Sequence[Weight], dim: int = 0) -> Weight:
+    def join(self, weights: Sequence[Tensors], dim: int = 0) -> Tensors:
         """Stack the rows of several weights with equal columns, or put whole groups of columns side by side."""
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
         return *(torch.cat(same, dim) for same in tensors), *order
 
-    def part(self, weight: Weight, part: Part) -> Weight:
+    def part(self, weight: Tensors, part: Part) -> Tensors:
         """Rows or columns of a weight that is not reordered; the part begins and ends with a block."""
         quantized, *shared = weight
         num_scales = 1 + self.has_zero_points
@@ -127,7 +127,7 @@ class Encoding(ABC):
             *(own(tensor, self.super_size) for tensor in shared[num_scales:]),
         )
 
-    def scales_of(self, weight: Weight) -> tuple[torch.Tensor, ...]:
+    def scales_of(self, weight: Tensors) -> tuple[torch.Tensor, ...]:
         """Scales, and perhaps zero points, times their factors: float32."""
         end = 2 + self.has_zero_points
         if not self.super_size:
@@ -139,7 +139,7 @@ class Encoding(ABC):
     def scale_shape(self, shape: Shape) -> Shape:
         return -(-shape[0] // self.scale_rows), -(-shape[1] // self.group_size) if self.group_size else 1
 
-    def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, weight: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The numbers [out, in], each rounded once to `dtype`."""
         quantized, (scale, *zero_points) = weight[0], self.scales_of(weight)
         dense = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
@@ -195,7 +195,7 @@ class Float8(Encoding):
     def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
         return quantized.float()
 
-    def encode(self, dense: torch.Tensor) -> Weight:
+    def encode(self, dense: torch.Tensor) -> Tensors:
         if self.scale_rows == 1 and not self.group_size and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
             return fp8_encode.quantize_fp8_weight_triton(dense, LARGEST_E4M3, SMALLEST_SCALE)
         return Encoding.encode(self, dense)  # super() fails in a dataclass with slots
@@ -273,7 +273,7 @@ class Table(Encoding):
         places = torch.bucketize(numbers, between, out_int32=True)
         return order.index_select(0, places.flatten()).view(places.shape)
 
-    def random(self, shape: Shape, generator: torch.Generator) -> Weight:
+    def random(self, shape: Shape, generator: torch.Generator) -> Tensors:
         on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
         values = torch.randint(16, shape, dtype=torch.uint8, **on_device)
         spread = math.sqrt(sum(number * number for number in self.table) / len(self.table) * shape[1])

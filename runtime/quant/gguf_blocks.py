@@ -11,7 +11,7 @@ import torch
 
 from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout, exponents
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight
+from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, Tensors, TensorSource
 
 # Values [..., groups, columns], scales [..., groups], perhaps zero points like scales, and factors [..., 1] of each.
 Fields = tuple[torch.Tensor, ...]
@@ -39,13 +39,13 @@ class GgufBlocks(CheckpointLayout):
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return DENSE.stored(location)  # readers of GGUF report the tensor as float32
 
-    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Tensors:
         parts = [self._grid.part(part, location.shape, location.name) for part in location.parts]
         blocks = [source.blocks(location.name, self._type.num_bytes, device, part) for part in parts or (None,)]
         weights = [self.unpack({"weight": part}, location.shape) for part in blocks]
         return weights[0] if len(weights) == 1 else self._encoding.join(weights, location.parts[0].dim)
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Tensors:
         quantized, *scales = self._type.fields(tensors["weight"])
         return quantized.flatten(1), *(scale.flatten(1) for scale in scales)
 

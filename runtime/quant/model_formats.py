@@ -12,11 +12,11 @@ import torch
 
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.sharding import UNGROUPED, leaves_of, stored_shape
+from runtime.base.model.sharding import leaves_of, stored_shape, ungrouped
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
-from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import GROUPS, PLAIN, requested_encodings
 from runtime.quant.checkpoint_layouts import (
     Awq,
@@ -30,8 +30,7 @@ from runtime.quant.checkpoint_layouts import (
 )
 from runtime.quant.encodings import Encoding, encoding_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
-from runtime.quant.products import LlvmProducts, products_of
-from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat, RowScalesFormat
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
 
@@ -58,33 +57,46 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `
 }
 
 
+def backend_format(numerics: Numerics) -> type[QuantizedFormat] | None:
+    """The format of weights that stay quantized on a backend; None if it dequantizes all of them."""
+    if numerics.backend == "llvm":
+        from runtime.quant.llvm_format import LlvmFormat
+
+        return LlvmFormat
+    if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
+        from runtime.quant.triton_format import TritonFormat
+
+        return TritonFormat
+    return None
+
+
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
     """A function from the name of a parameter of `spec.shapes()` to its format.
 
-    The parts of a fused layer get formats that join, or an `InterleavedFormat` each. Without numerics, formats only
+    The parts of a fused layer get formats that the backend's kernels multiply as one. Without numerics, formats only
     describe the checkpoint."""
     schemes, shapes = spec.quantization, _shapes(spec)
     # of the tensors in a checkpoint
     whole_shapes = {name: stored_shape(spec, name, shape) for name, shape in _shapes(spec.whole).items()}
-    products = products_of(numerics) if numerics else None
+    kept = backend_format(numerics) if numerics else None  # the format of weights that stay quantized
     if not schemes:
         return lambda parameter: DENSE
 
     dense = _taken_apart(spec, shapes, numerics)
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    of_experts = _weights_of_experts(spec, whole_shapes)
+    mixtures = _mixtures(spec, whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
         return layout_of(scheme).encoding(whole_shapes[parameter]) if scheme and not scheme.dequantized else None
 
     def fits(encoding: Encoding, parameter: str) -> bool:
-        if products is None or numerics is None or not products.takes(encoding):
+        if kept is None or numerics is None or not kept.takes(encoding):
             return False
         own, whole = shapes[parameter], whole_shapes[parameter]
         pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
         return _has_whole_groups(encoding, whole, pieces) and all(
-            encoding.fits(shape) and products.fits(encoding, shape) for shape in pieces
+            encoding.fits(shape) and kept.fits(encoding, shape) for shape in pieces
         )
 
     @cache
@@ -92,9 +104,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
         if reordered:
             encodings = [encoding.by_row for encoding in encodings]
-        if products is None or len(encodings) < len(names) or names[0] in dense:
+        if kept is None or len(encodings) < len(names) or names[0] in dense:
             return False
-        if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
+        if not kept.mixes and len({encoding.flat for encoding in encodings}) > 1:
             return False
         return all(map(fits, encodings, names))
 
@@ -102,13 +114,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool, of_expert: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
-        if stay and isinstance(products, LlvmProducts):
-            return InterleavedFormat(layout, encoding, products)
-        if not (stay and products):
-            return DequantizedFormat(layout, encoding)
-        if reordered and encoding.scale_rows > 1:
-            return RowScalesFormat(layout, encoding, products)
-        return QuantizedFormat(layout, encoding, products, of_expert)
+        if stay and kept and numerics:
+            return kept(layout, encoding, numerics, of_expert, reordered)
+        return DequantizedFormat(layout, encoding)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -117,9 +125,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
         is_table = parameter in ("embed", "layer_embed")
-        experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
+        experts = mixtures.get(parameter)
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
-        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
+        stay = agree(names, reordered) and (not is_table or (kept is not None and kept.table_rows > 0))
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
         return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
@@ -131,8 +139,11 @@ def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | N
     """The parameters that latent attention takes apart into dense matrices of each head.
 
     Compiled kernels of a CPU multiply k_b and v_b as they are."""
-    compiles = numerics is not None and (numerics.backend, numerics.dtype) == ("llvm", torch.float32)
-    stay = compiles and spec.latent is not None and spec.latent.has_whole_blocks(ROWS)
+    stay = False
+    if numerics is not None and (numerics.backend, numerics.dtype) == ("llvm", torch.float32):
+        from runtime.kernels.cpu.linear.weight_form import ROWS
+
+        stay = spec.latent is not None and spec.latent.has_whole_blocks(ROWS)
     ends = (".kv_b.weight",) if stay else (".kv_b.weight", ".k_b.weight", ".v_b.weight")
     return {name for name in names if name.endswith(ends)}
 
@@ -140,26 +151,23 @@ def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | N
 def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], bool]:
     """The weights of the fused layer with this one, which stay quantized together, and whether their rows move."""
     prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-    linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
-    for name, (parts, _) in linears.items():
+    if not prefix:
+        return (parameter,), False
+    layer = int(prefix.partition(".")[2])
+    for name, (parts, _) in spec.linears(layer).items():
         if part in parts:
-            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.reorders(name)
+            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.layers[layer].mixer.reorders(name)
     return (parameter,), False
 
 
-def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[str, bool], tuple[str, ...]]:
-    """Layer, True for shared experts -> the weights of these experts."""
-    of_layer = defaultdict[tuple[str, bool], list[str]](list)
+def _mixtures(spec: DecoderSpec, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """A weight of an expert -> the weights of its mixture, or of the shared experts."""
+    groups = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
-        if ".experts." in name and name.endswith(".weight"):
-            of_layer[_layer_of_expert(spec, name)].append(name)
-    return {layer: tuple(weights) for layer, weights in of_layer.items()}
-
-
-def _layer_of_expert(spec: DecoderSpec, parameter: str) -> tuple[str, bool]:
-    layer, _, name = parameter.partition(".experts.")
-    assert spec.experts is not None
-    return layer, int(name.partition(".")[0]) >= spec.experts.num_experts
+        layer, _, expert = name.partition(".experts.")
+        if expert.endswith(".weight") and spec.experts is not None:
+            groups[layer, int(expert.partition(".")[0]) >= spec.experts.num_experts].append(name)
+    return {name: together for group in groups.values() if (together := tuple(group)) for name in group}
 
 
 def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> bool:
@@ -170,9 +178,8 @@ def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> b
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
     """The shapes of the ranks' parts of a weight (`own` on this rank), or of the weight's leaves."""
     if in_leaves:
-        layer, _, part = parameter.removesuffix(".weight").rpartition(".")
-        names = [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
-        leaves = [(leaf.dim, leaf.stop - leaf.start) for name in names for leaf in leaves_of(spec.whole, name)]
+        own_leaves = (leaf for name in ungrouped(parameter) for leaf in leaves_of(spec.whole, name))
+        leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in own_leaves]
         return {(whole[0], size) if dim else (size, whole[1]) for dim, size in leaves}
     if parameter != "head":
         return {own}
@@ -197,7 +204,7 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of = weight_formats(spec, numerics)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     head = format_of("head")
-    is_table = isinstance(head, InterleavedFormat) and head is format_of("embed")  # which serves for both
+    is_table = head.table_rows > 0 and head.joins(format_of("embed"))  # which serves for both
     if spec.tied_head and (
         numerics.rank_invariant or (not is_table and (numerics.packed or head is not DENSE))
     ):  # it is a second copy of the embedding, in its own layout
@@ -243,24 +250,19 @@ def encodings_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]
 
 def encodings_at_load(numerics: Numerics) -> list[str]:
     """The encodings to which dense weights can be quantized at load, as this device has products for them."""
-    products = products_of(numerics)
+    kept = backend_format(numerics)
     encodings = {name: encoding_of(QuantizationScheme(PLAIN, name, group_size=group)) for name, group in GROUPS.items()}
-    return [name for name, encoding in encodings.items() if products is not None and products.takes(encoding)]
+    return [name for name, encoding in encodings.items() if kept is not None and kept.takes(encoding)]
 
 
 def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, is_draft: bool = False) -> None:
     """Raise CallboardError if this device lacks products for the settings of `config`.
 
     That is an encoding without products, leaves without kernels, or a quantized weight that ranks cannot divide."""
-    if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
+    lacking = "mixtures of experts have" if spec.experts else "latent attention has" if spec.latent else ""
+    if lacking and numerics.rank_invariant and numerics.backend == "triton":
         raise CallboardError(
-            "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
-            "kernel_backend=torch."
-        )
-    if numerics.rank_invariant and numerics.backend == "triton" and spec.latent is not None:
-        raise CallboardError(
-            "rank_invariant is on, for which latent attention has no kernels on a GPU; leave it off, or use "
-            "kernel_backend=torch."
+            f"rank_invariant is on, for which {lacking} no kernels on a GPU; leave it off, or use kernel_backend=torch."
         )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
     can = encodings_at_load(numerics)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
-from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.model.sharding import Part
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.experts.moe_torch import Mixture, Router
-from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.table import Kernels
 from runtime.quant.checkpoint_layouts import CheckpointLayout, Plain
 from runtime.quant.encodings import Encoding
-from runtime.quant.products import LlvmProducts, QuantizedProducts
-from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, Tensors, TensorSource, WeightFormat
 
 _SMALL = 1 << 20  # numbers up to which one thread dequantizes a weight
 
@@ -50,7 +46,7 @@ class DequantizedFormat(DenseFormat):
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:
         parts = location.parts
         # The columns of a rank belong to all groups, and the part of a shared expert may begin within a block.
         if parts and (location.place is not None or (self.encoding.reordered and parts[0].dim == 1)):
@@ -59,102 +55,72 @@ class DequantizedFormat(DenseFormat):
         with threads_for(math.prod(location.shape)):
             return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
-    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+    def random(self, shape: Shape, generator: torch.Generator) -> Tensors | None:
         return self.encoding.random(shape, generator)
 
-    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+    def parts_of_random(self, weight: Tensors, parts: tuple[Part, ...], numerics: Numerics) -> Tensors:
         return self.encode(self.encoding.dequantize(weight, numerics.dtype), parts)
 
 
 class QuantizedFormat(WeightFormat):
-    """Quantized in the checkpoint and on the device."""
+    """Quantized in the checkpoint and on the device. Each backend with products has a subclass."""
+
+    mixes: ClassVar[bool] = False  # the weights of a fused layer may differ in encoding
 
     def __init__(
-        self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts, of_expert: bool = False
+        self,
+        layout: CheckpointLayout,
+        encoding: Encoding,
+        numerics: Numerics,
+        of_expert: bool = False,
+        by_row: bool = False,  # each row gets a copy of its block's scales, so that rows can be reordered
     ) -> None:
-        self._layout, self.encoding, self._products = layout, encoding, products
-        self._of_expert, self.name = of_expert, encoding.name
+        self.layout, self.numerics, self._of_expert = layout, numerics, of_expert
+        self._scale_rows = encoding.scale_rows if by_row else 1
+        self.encoding = encoding.by_row if by_row else encoding
+        self.name = self.encoding.name
 
-    def stored(self, location: Location) -> dict[str, StoredTensor]:
-        return self._layout.stored(location)
+    @staticmethod
+    @abstractmethod
+    def takes(encoding: Encoding) -> bool:
+        """True if the backend has products for an encoding, where shapes fit (`fits`, `Encoding.fits`)."""
 
-    def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        of_weight = self._products.expert_bytes if self._of_expert else self._products.device_bytes
-        return of_weight(self.encoding, shape)
+    @staticmethod
+    @abstractmethod
+    def fits(encoding: Encoding, shape: Shape) -> bool:
+        """True if a weight of this shape can stay quantized, in an encoding that the backend takes."""
+
+    @abstractmethod
+    def packed(self, weight: Tensors) -> Tensors:
+        """A weight of the encoding as the device holds it.
+
+        Its tensors keep their rows for each block of rows, so that `HeldWeight` can join and split them."""
 
     def dequantizes(self, shape: Shape) -> bool:
-        """True if a product of many rows dequantizes a weight of this shape to a dense copy."""
-        return self._products.dequantizes(self.encoding, shape)
+        """True if a product of many rows dequantizes a weight of this shape to a dense copy on a GPU."""
+        return False
 
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        return self._products.packed(self.encoding, self._layout.read(source, location, numerics.device))
+    def stored(self, location: Location) -> dict[str, StoredTensor]:
+        return self.layout.stored(location)
 
-    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:
+        with threads_for(math.prod(location.shape)):
+            values, *shared = self.layout.read(source, location, numerics.device)
+            if self._scale_rows > 1:
+                shared = [tensor.repeat_interleave(self._scale_rows, 0)[: len(values)] for tensor in shared]
+            return self.packed((values, *shared))
+
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Tensors:
         if parts and parts[0].dim == 0 and self.encoding.scale_rows == 1:  # only these rows
             dense, parts = torch.cat([dense[part.start : part.stop] for part in parts]), ()
-        return self._parts(self.encoding.encode(dense), parts)
+        return self.parts_of_random(self.encoding.encode(dense), parts, self.numerics)
 
-    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
-        return None if isinstance(self._layout, Plain) else self.encoding.random(shape, generator)
+    def random(self, shape: Shape, generator: torch.Generator) -> Tensors | None:
+        return None if isinstance(self.layout, Plain) else self.encoding.random(shape, generator)
 
-    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
-        return self._parts(weight, parts)
+    def parts_of_random(self, weight: Tensors, parts: tuple[Part, ...], numerics: Numerics) -> Tensors:
+        pieces = [self.encoding.part(weight, part) for part in parts]
+        return self.packed(self.encoding.join(pieces) if pieces else weight)
 
-    def _parts(self, whole: Weight, parts: tuple[Part, ...]) -> Weight:
-        """The parts of an encoded weight, packed."""
-        pieces = [self.encoding.part(whole, part) for part in parts]
-        return self._products.packed(self.encoding, self.encoding.join(pieces) if pieces else whole)
-
-    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        return self._products.linear(self.encoding, weight, bias, kernels)
-
-    def experts(
-        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> Mixture:
-        return self._products.experts(self.encoding, spec, router, weights, kernels)
-
-    def stacks_with(self, other: WeightFormat) -> bool:
+    def joins(self, other: WeightFormat) -> bool:
         return isinstance(other, QuantizedFormat) and other.encoding.flat == self.encoding.flat
-
-
-class RowScalesFormat(QuantizedFormat):
-    """Quantized, with the scales of blocks of rows repeated for each row, so that rows can be reordered."""
-
-    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
-        super().__init__(layout, encoding.by_row, products)
-        self._scale_rows = encoding.scale_rows
-
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        values, *shared = self._layout.read(source, location, numerics.device)
-        of_rows = (tensor.repeat_interleave(self._scale_rows, 0)[: len(values)] for tensor in shared)
-        return self._products.packed(self.encoding, (values, *of_rows))
-
-
-class InterleavedFormat(QuantizedFormat):
-    """Quantized on a CPU, where the weights of one layer may differ in encoding."""
-
-    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: LlvmProducts) -> None:
-        super().__init__(layout, encoding, products)
-        self._interleaved = products.interleaved
-        if encoding.value_bits:
-            self.name = encoding.name.replace(f"int{encoding.bits}", f"int{encoding.value_bits}")
-
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        with threads_for(math.prod(location.shape)):
-            return super().read(source, location, numerics)
-
-    def interleaved(self, pieces: Iterable[Weight], num_rows: int) -> InterleavedWeight:
-        """The weight of `num_rows`. Pieces of its rows need less memory than the whole; all but the last have a
-        multiple of 16."""
-        return self._interleaved(self.encoding, pieces, num_rows)
-
-
-def fused_linear(parts: Sequence[tuple[WeightFormat, Weight]], bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-    """The linear layer with the rows of all parts. Several parts have an `InterleavedFormat` each."""
-    if len(parts) == 1:
-        ((weight_format, weight),) = parts
-        return weight_format.linear(weight, bias, kernels)
-    interleaved = [f.interleaved([w], len(w[0])) for f, w in parts if isinstance(f, InterleavedFormat)]
-    assert len(interleaved) == len(parts), "parts of other formats are joined"
-    assert kernels.interleaved_linear is not None
-    return kernels.interleaved_linear(interleaved, bias)

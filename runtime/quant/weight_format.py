@@ -1,4 +1,4 @@
-"""Weight formats: how a linear layer's weight is stored in a checkpoint, held on a device, and multiplied.
+"""Tensors formats: how a linear layer's weight is stored in a checkpoint, held on a device, and multiplied.
 
 The checks at loading, the memory plan, random weights and `callboard inspect` derive from them. This module has the
 interface and its dense implementation."""
@@ -8,34 +8,95 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.model.sharding import Part
-from runtime.kernels.experts.moe_torch import Mixture, Router
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.table import Kernels
 
 Shape = tuple[int, ...]
-Weight = tuple[torch.Tensor, ...]  # a weight's tensors on the device, in the order of its format
+Tensors = tuple[torch.Tensor, ...]  # a weight on the device: values, and scales or more as its format needs them
 
 
-class TensorSource(Protocol):
-    """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint). Callers never write to its tensors."""
+class TensorSource(ABC):
+    """The tensors of a model under Hugging Face names: a checkpoint, perhaps with updates over it.
 
-    def names(self) -> Sequence[str]: ...
-    def __contains__(self, name: str) -> bool: ...
-    def shape(self, name: str) -> Shape: ...
-    def type_name(self, name: str) -> str: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor: ...
+    Callers never write to a tensor."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """All tensors, sorted."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """True if there is a tensor of this name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor without reading it; a linear layer's is (out, in)."""
+
+    @abstractmethod
+    def type_name(self, name: str) -> str:
+        """The type of a tensor in its file, such as BF16 or Q4_K."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor's numbers before they are converted."""
+
+    @abstractmethod
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """Return a tensor, read, dequantized if needed, and converted. Of a part, only its bytes are read if possible.
+
+        Raises CallboardError for an unknown name."""
+
     def blocks(
-        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
-    ) -> torch.Tensor: ...  # of a GGUF tensor
-    def is_dense(self, name: str) -> bool: ...  # it has a dense tensor in place of the weight that files have quantized
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """Return blocks of a quantized GGUF tensor, unchanged: uint8 [rows, blocks, bytes]."""
+        raise CallboardError(f"Tensor {name} has no blocks; its config.json calls it one of a GGUF file.")
+
+    def is_dense(self, name: str) -> bool:
+        """True if there is a dense tensor in place of a quantized weight, which only updates bring."""
+        return False
+
+
+class SourceOver(TensorSource):
+    """The tensors of another source; a subclass changes some."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+
+    def names(self) -> Sequence[str]:
+        return self.source.names()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def shape(self, name: str) -> Shape:
+        return self.source.shape(name)
+
+    def type_name(self, name: str) -> str:
+        return self.source.type_name(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+    def is_dense(self, name: str) -> bool:
+        return self.source.is_dense(name)
+
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        return self.source.tensor(name, dtype, device, part)
+
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        return self.source.blocks(name, num_bytes, device, part)
 
 
 class Location(NamedTuple):
@@ -68,6 +129,7 @@ class WeightFormat(ABC):
     """How weights [out, in] of linear layers are stored, held and multiplied."""
 
     name: str  # in `callboard inspect` and error messages
+    table_rows: ClassVar[int] = 0  # rows of a block of an embedding; 0 if embeddings cannot have the format
 
     @abstractmethod
     def stored(self, location: Location) -> dict[str, StoredTensor]:
@@ -78,49 +140,38 @@ class WeightFormat(ABC):
         """The bytes of a weight of this shape on the device."""
 
     @abstractmethod
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:
         """The parts of a weight that the location names, on the device. The caller has checked the `stored` tensors."""
 
     @abstractmethod
-    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Tensors:
         """The weight with these numbers, rounded to the format, or the parts of it that a rank holds."""
 
-    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+    def random(self, shape: Shape, generator: torch.Generator) -> Tensors | None:
         """A random weight for `parts_of_random`, drawn without a dense copy; None if only `encode` makes one.
 
         It is the same for every form in which devices hold a weight that is quantized in its files."""
         return None
 
-    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+    def parts_of_random(self, weight: Tensors, parts: tuple[Part, ...], numerics: Numerics) -> Tensors:
         """The parts of a weight that `random` drew."""
         raise NotImplementedError
 
-    def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
-        """Stack the rows of several weights; then reorder the first rows.
+    @abstractmethod
+    def operand(self, pieces: Iterable[Tensors], num_rows: int) -> Any:
+        """What kernels multiply with, from consecutive pieces of its rows. Formats without `table_rows` take one."""
 
-        This method serves formats with one row of each tensor for a row of the weight."""
-        joined = tuple(same[0] if len(same) == 1 else torch.cat(same) for same in zip(*weights, strict=True))
-        if row_order is None:
-            return joined
-        if len(weights) == 1:
-            return tuple(torch.cat((tensor[row_order], tensor[len(row_order) :])) for tensor in joined)
-        for tensor in joined:
-            tensor[: len(row_order)] = tensor[row_order]
-        return joined
+    def tensors(self, operand: Any) -> Tensors:
+        """The inverse of `operand`, for embeddings."""
+        raise NotImplementedError
+
+    def dense(self, operand: Any) -> torch.Tensor:
+        """The numbers [rows, columns] of an embedding."""
+        raise NotImplementedError
 
     @abstractmethod
-    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        """The linear layer with a weight: its product and the operations around it in a decoder."""
-
-    @abstractmethod
-    def experts(
-        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> Mixture:
-        """A mixture of experts from the gate_up and down of each expert."""
-
-    @abstractmethod
-    def stacks_with(self, other: WeightFormat) -> bool:
-        """True if a mixture's experts may have weights in both formats."""
+    def joins(self, other: WeightFormat) -> bool:
+        """True if weights in both formats can be rows of one weight, or experts of one mixture."""
 
 
 _FLOATS = (
@@ -144,22 +195,25 @@ class DenseFormat(WeightFormat):
         in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
         return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
 
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Tensors:
         return (read_plain(source, location, numerics.dtype, numerics.device),)
 
-    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Tensors:
         pieces = [dense.narrow(part.dim, part.start, part.stop - part.start) for part in parts]
         return (torch.cat(pieces, parts[0].dim) if pieces else dense,)
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        return kernels.linear(weight[0], bias)
+    def operand(self, pieces: Iterable[Tensors], num_rows: int) -> Any:
+        ((weight,),) = pieces
+        return weight
 
-    def experts(
-        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> Mixture:
-        return kernels.experts(spec, router, ((gate_up[0], down[0]) for gate_up, down in weights))
+    def tensors(self, operand: Any) -> Tensors:
+        return (operand,)
 
-    def stacks_with(self, other: WeightFormat) -> bool:
+    def dense(self, operand: Any) -> torch.Tensor:
+        weight: torch.Tensor = operand
+        return weight
+
+    def joins(self, other: WeightFormat) -> bool:
         return isinstance(other, DenseFormat)
 
 

@@ -21,9 +21,9 @@ from runtime.core.step import Step
 
 # The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.
 _MAX_CHOSEN_TOKENS = 7
-_MAX_ACCEPTANCE = 0.975  # limit of the estimate
+_MAX_ACCEPTANCE = 0.975  # limit for the estimate
 _LEAST_LIKELY = 0.1  # a draft token accepted less often is not worth its place in a step
-_LIKELY_TOKENS = [  # draft tokens of a row that are likely enough, by its acceptance in 40ths
+_LIKELY_TOKENS = [  # a row's draft tokens that are likely enough, by its acceptance in 40ths
     next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
 _FIRST_ACCEPTANCE = 0.7  # initial estimate: with a lower one, a large batch would never try to draft
@@ -38,7 +38,7 @@ _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
 _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
 _MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
-_REST_WEIGHT = 0.01  # of the way back, per token decoded without draft tokens: a retry after some 100 tokens
+_REST_WEIGHT = 0.01  # share of the way back per token without draft tokens: a retry after some 100 tokens
 
 
 class Drafter(Protocol):
@@ -76,7 +76,7 @@ class Drafter(Protocol):
         return
 
     def is_busy(self) -> bool:
-        """Return True if it may be computing beside the steps, which then take longer."""
+        """Return True if it may be computing during the steps, which then take longer."""
         return False
 
     def stats(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class StepTimes:
         self._points = tuple(step_us) or ((1, 1.0),)
 
     def us(self, size: int) -> float:
-        """Return the microseconds of a step of this size."""
+        """Return the microseconds that a step of this size takes."""
         points = self._points
         if size <= points[0][0]:
             return points[0][1]
@@ -119,7 +119,7 @@ class DecodeShape(NamedTuple):
 
     num_rows: int
     num_tokens: int
-    num_draft_tokens: int  # of the row with the most
+    num_draft_tokens: int  # draft tokens in the row with the most
 
     @classmethod
     def of(cls, step: Step) -> DecodeShape | None:
@@ -148,19 +148,19 @@ class Speculation(Extra):
         """`fixed` is the number of draft tokens; None to choose it by estimate.
 
         `step_us` holds (tokens, time of a step with this many rows), rising. `latency_us`, plus `row_us` per row, is
-        the first estimate of a round's overhead. `clock` returns seconds; without it the first estimate stays."""
+        the first estimate of a round's overhead. `clock` returns seconds; without it the first estimate remains."""
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
         self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
-        # Overhead of steps with draft tokens, and without, by the number of bits of the number of rows.
+        # Overhead of steps with draft tokens, and without, by the row count's bit length.
         self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
         self._num_rows, self._rounded = 0, (latency_us, 0.0)
         self._num_begun = 0
-        self.round_count = 0  # draft tokens per row of the step that is being planned; 0 if drafting does not pay
+        self.round_count = 0  # draft tokens per row in the step that is being planned; 0 if drafting does not pay
         self._best = lru_cache(maxsize=4096)(self._compute_best)
-        self._acceptance: dict[RequestState, float] = {}  # of each live request, once there is an estimate
+        self._acceptance: dict[RequestState, float] = {}  # each live request's acceptance, once there is an estimate
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
         self._acceptance.pop(state, None)
@@ -228,11 +228,11 @@ class Speculation(Extra):
             self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
-        """Return the first overhead estimates of a step with draft tokens, and of a plain one."""
+        """Return the first overhead estimates for a step with draft tokens and a plain one."""
         return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Return the mean acceptance; the estimates of requests without draft tokens drift back to the overall one.
+        """Return the mean acceptance; estimates of requests without draft tokens drift back to the overall one.
 
         Good drafts have runs of rejected tokens, too. Without the drift such a request would never draft again."""
         draft_us = self.drafter.step_us(len(running))
@@ -295,7 +295,7 @@ class Speculation(Extra):
             self._num_rows = 0  # `choose_k` rounds the estimates again
 
     def _count(self, state: RequestState) -> int:
-        """Return the number of likely draft tokens of a request, at most the round's.
+        """Return how many draft tokens of a request are likely, at most the round's.
 
         A request's last token is never drafted."""
         most = min(self.round_count, state.max_len - state.num_total - 1)

@@ -65,11 +65,11 @@ class DraftRequests:
     opened: list[OpenStream] = field(default_factory=list)
     committed: list[CommitTokens] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    grammars: GrammarUpdate | None = None  # on a connection, before `opened` is read
+    grammars: GrammarUpdate | None = None  # set on a connection; applied before `opened` is read
 
 
 def requests_by_key(requests: DraftRequests, sender: GrammarSender) -> DraftRequests:
-    """Return the frame for the connection of `sender`: requests hold keys of grammars, and `grammars` the new ones."""
+    """Return the frame for `sender`'s connection: requests hold grammar keys, and `grammars` the new grammars."""
     grammars = [o.request.params.grammar for o in requests.opened if o.request.params.grammar is not None]
     if not grammars:
         return requests
@@ -78,7 +78,7 @@ def requests_by_key(requests: DraftRequests, sender: GrammarSender) -> DraftRequ
 
 
 def whole_requests(requests: DraftRequests, store: GrammarStore) -> DraftRequests:
-    """Return a frame received on the connection of `store`, with whole grammars."""
+    """Return a frame received on `store`'s connection, with whole grammars."""
     if requests.grammars is not None:
         store.apply(requests.grammars)
     if all(each.request.params.grammar is None for each in requests.opened):
@@ -108,7 +108,7 @@ class _Mirror:
 
 
 class DraftCore:
-    """Mirrors the requests of one or several engines. Not thread-safe: one thread calls all methods."""
+    """Mirrors requests from one or several engines. Not thread-safe: one thread calls all methods."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class DraftCore:
         self.scheduler = Scheduler(config, info, extras)
         self.executor, self.ahead = executor, ahead
         self.keeps_grammars = keeps_grammars and bool(info.eos_token_ids)
-        self.outbox: dict[Hashable, list[DraftTokens]] = {}  # by owner; the caller sends them and empties it
+        self.outbox: dict[Hashable, list[DraftTokens]] = {}  # replies by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
         self._room = float(ahead)  # guesses ahead that fit before the next commit
@@ -190,7 +190,7 @@ class DraftCore:
         try:
             state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))
         except CallboardError:
-            return  # longer than the draft's context, or with padding of the target's vocabulary: it gets no chain
+            return  # longer than the draft's context, or with padding tokens of the target: it gets no chain
         state.stop_ids = frozenset()  # the target decides what ends it
         state.num_final = len(state.tokens)
         self._streams[owner, opened.stream] = state

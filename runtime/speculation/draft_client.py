@@ -21,11 +21,11 @@ from runtime.speculation.draft import CATCH_UP, CommitTokens, DraftRequests, Dra
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # a reply is late after _PATIENCE expected rounds plus _PATIENCE_US
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # first and longest delay before a late stream's next request; it doubles
-_MOST_OPENED = 1 << 16  # tokens of the requests that a frame opens: a step waits until it is encoded and sent
+_MOST_OPENED = 1 << 16  # tokens in the requests that a frame opens: a step waits until it is encoded and sent
 _HUNG_S = 10.0  # silence after which a draft counts as stuck
-_OVERHEAD_WEIGHT = 0.1  # weight of the newest reply in the estimate of the overhead
+_OVERHEAD_WEIGHT = 0.1  # weight of the newest reply in the overhead estimate
 _FIRST_OVERHEAD_US = 300.0
-FIRST_ROUND_US, FIRST_ROW_US = 1000.0, 60.0  # first overhead of a round beyond the models' steps, and of each row
+FIRST_ROUND_US, FIRST_ROW_US = 1000.0, 60.0  # first overhead beyond the models' steps: per round, per row
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A request that the draft mirrors, the state of its last message, and its last chain."""
+    """A request that the draft mirrors, its last message's state, and its last chain."""
 
     request_id: str
     number: int
-    deadline: float  # of its reply; may be in the past
+    deadline: float  # when its reply is due; may be in the past
     state: _State = _State.OPENED
     num_misses: int = 0  # times that it fell behind since its last reply
     acked: int = 0  # final tokens that the draft has acknowledged
@@ -98,12 +98,12 @@ class DraftClient(Drafter):
         self._wire = None
         self._times = StepTimes(())
         self._by_request: dict[str, _Stream] = {}
-        self._streams: dict[int, _Stream] = {}  # by number
+        self._streams: dict[int, _Stream] = {}  # streams by number
         self._unanswered: set[_Stream] = set()  # OPENED, DUE or BEHIND
         self._num_streams = 0
         self._requests = DraftRequests()  # not sent yet
-        self._num_opened_tokens = 0  # tokens of the requests that `_requests` opens
-        self._asked_at = self._steps_us = 0.0  # start of the last round, and expected time of the draft's steps for it
+        self._num_opened_tokens = 0  # tokens in the requests that `_requests` opens
+        self._asked_at = self._steps_us = 0.0  # start of the last round, and expected time for its draft steps
         self._overhead_us = _FIRST_OVERHEAD_US  # estimate: from request to reply, without the draft's steps
         self._silent_since: float | None = None  # time of the first message without a reply; None if all have one
         self.is_hung = False  # the draft was silent for _HUNG_S and should be replaced
@@ -230,7 +230,7 @@ class DraftClient(Drafter):
             stream.deadline = deadline
 
     def _expected_us(self) -> float:
-        """Return the expected time of the last round: also the largest surprise, because a pause of the process may be
+        """Return the last round's expected time: also the largest surprise, because a pause of the process may be
         longer. The overhead may be negative: a machine that was busy at the draft's start made its step times long."""
         return max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
 

@@ -1,6 +1,6 @@
 """Prompt lookup: draft tokens from a request's own text, with indexes of bounded cost.
 
-The text of a request is its prediction, then the tokens that it begins with; it never changes. All choices of one
+A request's text is its prediction, then the tokens that it begins with; it never changes. All choices for one
 prompt share its index, and a step adds a bounded piece to it. Later tokens go into a dictionary per request.
 """
 
@@ -18,10 +18,10 @@ from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.core.request_state import RequestState
 from runtime.speculation.choose_k import Drafter
 
-STEP_WORK = 4096  # tokens of texts that one step indexes, over all requests: about a millisecond
-OWN_COST = 8  # work of indexing one token of an output, in plain Python
-TEXT_COST = 512  # fixed work of a piece of a text, besides its tokens
-MAX_TEXT_TOKENS = 1 << 22  # of all texts, 20 to 36 bytes each; further texts are not indexed
+STEP_WORK = 4096  # text tokens that one step indexes, over all requests: about a millisecond
+OWN_COST = 8  # work of indexing one output token, in plain Python
+TEXT_COST = 512  # fixed work for a piece of text, besides its tokens
+MAX_TEXT_TOKENS = 1 << 22  # tokens in all texts, 20 to 36 bytes each; further texts are not indexed
 _LONG, _SHORT = 4, 2  # sizes of n-grams: the long one is looked up first
 _FEW = 32  # at most this many n-grams are inserted faster by plain Python than by numpy
 SHORT_PROMPT = 512  # tokens; shorter prompts go into the requests' dictionaries, which have faster lookups
@@ -108,7 +108,7 @@ class _Lookup:
         length = len(state.request.prediction) + len(state.request.token_ids)
         self.has_text = bool(state.request.prediction) or length > SHORT_PROMPT
         self.text: TextIndex | None = None  # index of its text; None before the first lookup, or without room
-        self.ends: dict[bytes, int] = {}  # last ends of the n-grams that end after the text
+        self.ends: dict[bytes, int] = {}  # last ends of n-grams that end after the text
         self.seen = length if self.has_text else 1  # n-grams that end from here on are not in `ends` yet
 
 
@@ -119,12 +119,12 @@ class Ngram(Drafter):
     A request's prediction counts as text before its prompt. The first draft tokens of an output are its prediction."""
 
     def __init__(self) -> None:
-        self._lookups: dict[str, _Lookup] = {}  # by request id
-        # Indexes by the identities of the two parts of their text. An entry keeps both parts alive.
+        self._lookups: dict[str, _Lookup] = {}  # lookups by request id
+        # Indexes by the identities of their text's two parts. An entry keeps both parts alive.
         self._texts: dict[tuple[int, int], tuple[TextIndex, Sequence[int], Sequence[int]]] = {}
-        self._work = STEP_WORK  # left in this step
-        self.num_held = 0  # tokens of all texts
-        self.num_indexed = 0  # tokens of texts indexed since the start
+        self._work = STEP_WORK  # work left in this step
+        self.num_held = 0  # tokens in all texts
+        self.num_indexed = 0  # text tokens indexed since the start
 
     def begin_step(self) -> None:
         self._work = STEP_WORK

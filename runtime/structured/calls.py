@@ -1,4 +1,4 @@
-"""Calls of functions: the rules of an output that calls the functions of a request, in any of the tool formats."""
+"""Function calls: the rules for an output that calls a request's functions, in any tool format."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ _PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*""" 
 
 
 class Calls(msgspec.Struct):
-    """The calls of one output. The prompt ends with a part of the first call's opening, which may be empty."""
+    """One output's calls. The prompt ends with a part of the first call's opening, which may be empty."""
 
     functions: dict[str, Any]  # the schemas of their arguments, by name
-    inputs: dict[str, tuple[str, str]]  # syntax and grammar of the text that is a function's one argument, `input`
+    inputs: dict[str, tuple[str, str]]  # syntax and grammar of a function's one argument, the text `input`
     lenient: list[str]  # functions that take any object where their schema is not supported
-    unbound: list[str]  # functions with any text as arguments, up to the last mark of a call's end
+    unbound: list[str]  # functions with any text as arguments, up to the last mark that ends a call
     named: bool  # the opening names the only function
-    to_arguments: str  # between a function's name and its arguments
+    to_arguments: str  # text that separates a function's name from its arguments
     end: str  # after a call's arguments
-    again: str  # the opening of a further call, up to the part that the prompt has of the first; "" for one call
+    again: str  # a further call's opening, up to the part that the prompt has already; "" for one call
     close: str  # after the last call
     begin: str = ""  # the rest of the opening
     arguments: ArgumentForm | None = None  # how arguments are written; None for one JSON object
-    numbers: bool = False  # `to_arguments` begins with ":0", the number of a call, which may be another
-    answer: str = ""  # a JSON Schema: the output may be a value of it instead; "" for none
+    numbers: bool = False  # `to_arguments` begins with ":0", the call's number; other numbers are allowed
+    answer: str = ""  # a JSON Schema: the output may be such a value instead; "" for none
     special: dict[str, int] = {}  # marks that are special tokens, and their ids
     no_text: list[str] = []  # the output may be a text that matches none of these expressions; empty if it may not
 
     def text(self, of: str) -> Rule:
-        """Return the rule of a text of the format, with its marks."""
+        """Return the rule of a text with the format's marks."""
         return marked(of, self.special)
 
 
 def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
-    """Return the rules of calls; `strict` is the strictness of the answer's schema. Raises GrammarError."""
+    """Return the rules of calls; `strict` applies to the answer's schema. Raises GrammarError."""
     written: dict[str, Rule] = {}
-    bodies: list[tuple[Rule, Rule]] = []  # of each call: its opening, and the rest without the marks of its end
+    bodies: list[tuple[Rule, Rule]] = []  # each call's opening, and its rest without the end marks
     marks = calls.end.lstrip("}") if calls.arguments is None else ""
     num_closing = len(calls.end) - len(marks)
     # White space behind a call must not decide between another call and the end.
@@ -78,8 +78,8 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     written["call"] = _one_of(bodies)
     end = sequence(calls.text(marks), after)
     more = Repeat(sequence(end, calls.text(calls.again.lstrip()), Name("call")), 0, None) if calls.again else NOTHING
-    # llguidance takes the longest terminal and does not go back. Beside free text, the first terminal of a call has to
-    # reach to where the text cannot be free: behind the function's name.
+    # llguidance takes the longest terminal and does not go back. Free text is allowed here as well. So a call's first
+    # terminal has to reach to where the text cannot be free: behind the function's name.
     begin = calls.text(calls.begin)
     first = _one_of(bodies, sequence(SPACES, begin)) if calls.no_text else None
     last = sequence(end, calls.text(calls.close.lstrip()), SPACES) if calls.close else end
@@ -106,7 +106,7 @@ def _one_of(bodies: list[tuple[Rule, Rule]], before: Rule = NOTHING) -> Rule:
 
 
 def _unbound_arguments(calls: Calls) -> Rule:
-    """Return the rule of any arguments, and of the end of the call."""
+    """Return the rule of any arguments and the call's end."""
     rest = _text_up_to_end(calls)
     if calls.to_arguments or calls.arguments is None:
         return rest
@@ -150,12 +150,12 @@ def arguments_of(
 
 
 def _input(syntax: str, definition: str) -> Rule:
-    """Return the rule of an object with one property, `input`, which is a text of a grammar."""
+    """Return the rule of an object with one property, `input`: a text that follows a grammar."""
     if syntax == "regex":
-        of_text: Rule = terminal(plain(escaped(whole(definition))))
+        input_text: Rule = terminal(plain(escaped(whole(definition))))
     else:
-        of_text = LarkGrammar(in_json_string(read_lark(definition)))
-    return sequence(terminal(literal_text('{"input":') + '\\x{20}?"'), of_text, text('"}'))
+        input_text = LarkGrammar(in_json_string(read_lark(definition)))
+    return sequence(terminal(literal_text('{"input":') + '\\x{20}?"'), input_text, text('"}'))
 
 
 # ---- arguments one by one --------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def _one_by_one(
 ) -> dict[str, Rule]:
     """Return the rules of arguments between tags or in Python."""
     written: dict[str, Rule] = {}
-    rest: dict[bool, Rule] = {False: NOTHING, True: NOTHING}  # by whether an argument stands before
+    rest: dict[bool, Rule] = {False: NOTHING, True: NOTHING}  # key: an argument precedes
     notation = Notation(form, lambda of: _tagged_text(calls, form, of), written)
     properties, required = root.get("properties", {}), root.get("required", [])
-    names = sorted(properties, key=str.lower) if form.is_sorted else list(properties)  # as Jinja's dictsort
+    names = sorted(properties, key=str.lower) if form.is_sorted else list(properties)  # Jinja's dictsort order
     for i, name in reversed(list(enumerate(names))):
         is_text = bool(form.stops) and types_of(root, name) == {"string"}
         if is_text:
@@ -198,7 +198,7 @@ def _types_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tagged_text(calls: Calls, form: ArgumentForm, schema_of_text: Mapping[str, Any]) -> Rule:
-    """Return the rule of a text and of the tag that ends it. A special token ends it where a tag begins with one."""
+    """Return the rule of a text and its closing tag. A special token ends the text where a tag begins with one."""
     begin, end = calls.text(form.quote), form.quote + form.end
     if values := schema_of_text.get("enum", [schema_of_text["const"]] if "const" in schema_of_text else []):
         return choice(sequence(begin, text(value), calls.text(end)) for value in values)

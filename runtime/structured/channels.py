@@ -1,4 +1,4 @@
-"""Turns in channels: the rules of an answer in gpt-oss's format, harmony. Its marks are special tokens.
+"""Turns in channels: the rules for an answer in gpt-oss's format, harmony. Its marks are special tokens.
 
     (a message that is not the last)* (the final message | a call)
 
@@ -48,10 +48,10 @@ class Channels(msgspec.Struct):
 
     marks: dict[str, int]  # ids of the special tokens
     calls: Calls | None = None  # None for a turn without calls
-    answer: GrammarSpec | None = None  # of the final message; None if it is free
+    answer: GrammarSpec | None = None  # grammar of the final message; None if it is free
     reasons: bool = True  # the turn may have reasoning
     must_call: bool = False  # the turn ends with a call
-    place: Place = "header"  # where the prompt ends: in a header, between messages or in the text of a message
+    place: Place = "header"  # where the prompt ends: in a header, between messages or in a message's text
 
 
 def rules_of(
@@ -145,7 +145,7 @@ def _renamed(rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def _text_without(marks: Iterable[str]) -> str:
-    """Return the expression of the texts that contain none of the marks. A mark has "<" at its beginning alone."""
+    """Return an expression for texts that contain none of the marks. A mark has "<" at its beginning alone."""
     node: _Node = {}
     for mark in marks:
         at = node
@@ -154,7 +154,7 @@ def _text_without(marks: Iterable[str]) -> str:
     return f"[^<]*(<{_not_beginning(node)})*"
 
 
-_Node = dict[str, "_Node"]  # of the tree of marks, by the next character
+_Node = dict[str, "_Node"]  # a node in the tree of marks; children by their next character
 
 
 def _not_beginning(node: _Node) -> str:

@@ -14,8 +14,8 @@ from runtime.policy.queue_sizes import exceeds_share
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 
-_MEMORY = 2 << 30  # bytes of address space of a child, which takes a tenth at rest
-# A small specification takes some milliseconds. It is short and has none of these words, which can be costly:
+_MEMORY = 2 << 30  # bytes of a child's address space; an idle child takes a tenth
+# A small specification takes some milliseconds. It is short and lacks these words, which can be costly:
 # intersections, merged schemas, grammars, and escapes that may spell a word.
 _SMALL_BYTES = 4096
 _COSTLY_WORDS = ("pattern", "allOf", '"lark"', "\\u", '"kind":"grammar"', '"kind":"tags"')
@@ -34,7 +34,7 @@ class _Work:
     """One compilation, which all concurrent requests for the same grammar share."""
 
     is_small: bool
-    owner: str  # of the request that began it
+    owner: str  # request that began it
     future: Future[Grammar | GrammarError]
     answer: asyncio.Future[Grammar | GrammarError]  # the same result, for the event loop
     num_waiting: int = 0
@@ -45,7 +45,7 @@ class GrammarCompiler:
 
     A compilation takes some milliseconds. A child that misses the deadline is killed. One child compiles small
     specifications only, so these never wait for large ones. Without a free child, up to `max_queued` small and
-    `max_queued` large specifications wait in the order of their arrival. A cancelled one is dropped.
+    `max_queued` large specifications wait in order of arrival. A cancelled one is dropped.
     Results and errors are kept by specification: at most `max_entries`, of `max_bytes` in all."""
 
     def __init__(
@@ -64,7 +64,7 @@ class GrammarCompiler:
         self._num_large = max(1, max_children - 1)  # children that compile large specifications
         self._small = ThreadPoolExecutor(max_children, "small-grammar")  # each thread waits for one child
         self._large = ThreadPoolExecutor(self._num_large, "large-grammar")
-        digits = GrammarSpec("regex", "\\D")  # computes the digits of Unicode before the first grammar
+        digits = GrammarSpec("regex", "\\D")  # computes Unicode's digits before the first grammar
         self._children = ChildPool(max_children, _MEMORY, 5, compiled, digits)  # niceness 5: running streams go first
 
     def start(self) -> None:

@@ -36,7 +36,7 @@ from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
 
-MAX_BYTES = keywords.MAX_BYTES  # of a specification
+MAX_BYTES = keywords.MAX_BYTES  # limit for one specification
 _BRACKETS = terminal("\\x{7d}"), terminal("\\x{5d}")
 _UNSATISFIABLE = "cannot be satisfied: no text fits it"
 

@@ -1,4 +1,4 @@
-"""Rules of lists and objects within arguments that are written one by one, in the notation of the format itself.
+"""Rules for lists and objects within arguments that are written one by one, in the format's own notation.
 
 Gemma 4 writes `[<|"|>a<|"|>]` and `{b:1}`, without spaces.
 """
@@ -53,7 +53,7 @@ class Notation:
         return choice([text("[]"), sequence(text("["), item, more, text("]"))])
 
     def _object(self, properties: Mapping[str, Any], required: list[str], name: str) -> Rule | None:
-        rest: dict[bool, Rule] = {False: text("}"), True: text("}")}  # by whether a property stands before
+        rest: dict[bool, Rule] = {False: text("}"), True: text("}")}  # key: a property precedes
         for i, key in enumerate(sorted(properties, key=str.lower, reverse=True)):
             value = self.value(properties[key], f"{name}o{i}")
             if value is None:

@@ -1,6 +1,6 @@
-"""Patterns: sets of texts as trees of character classes, and the regular expressions that they are written as.
+"""Patterns: texts as trees of character classes, and the regular expressions that they are written as.
 
-A language of texts has two spellings in an output: plain, or between the quotes of a JSON string. In a JSON string each
+A language has two spellings in an output: plain, or between the quotes of a JSON string. In a JSON string each
 character has exactly one form (`\\n` is an escape, `é` stands for itself), so lengths and patterns count characters.
 The written expressions use the Rust syntax that llguidance and outlines-core share.
 """
@@ -16,9 +16,9 @@ from json.encoder import encode_basestring
 
 from runtime.base.types import CallboardError
 
-MAX_REPEAT = 10_000  # of one quantifier, minLength, maxLength
-MAX_STATES = 50_000  # of a pattern with its repetitions written out
-MAX_NESTING = 60  # of groups
+MAX_REPEAT = 10_000  # limit for one quantifier, minLength, maxLength
+MAX_STATES = 50_000  # states in a pattern with its repetitions written out
+MAX_NESTING = 60  # nested groups
 
 
 class GrammarError(CallboardError):
@@ -59,11 +59,11 @@ def ranges_of(chars: str) -> Ranges:
     return ranges((ord(c), ord(c)) for c in chars)
 
 
-NO_CHARACTER = 0x10FFFF  # no text contains it: it marks the end of a text for outlines-core
+NO_CHARACTER = 0x10FFFF  # no text contains it: it ends a text for outlines-core
 # No text contains the last 64 characters either. Their encodings share three bytes. Special tokens are written in them.
 FIRST_OF_SPECIAL = 0x10FFC0
-_DIGITS, _NUM_DIGITS = 62, 4  # of the number of a special token; each digit is one of the characters
-ALL: Ranges = ((0, 0xD7FF), (0xE000, FIRST_OF_SPECIAL - 1))  # without surrogates
+_DIGITS, _NUM_DIGITS = 62, 4  # digits of a special token's number; each digit is one character
+ALL: Ranges = ((0, 0xD7FF), (0xE000, FIRST_OF_SPECIAL - 1))  # all characters but surrogates
 
 
 def special_text(token_id: int) -> str:
@@ -120,7 +120,7 @@ def literal(text: str) -> Concatenation:
 
 
 def any_of(options: Iterable[Pattern]) -> Pattern:
-    """Return the pattern of the texts of any option."""
+    """Return the pattern of texts that match any option."""
     found = tuple(options)
     return found[0] if len(found) == 1 else Alternation(found)
 
@@ -226,7 +226,7 @@ def _class(these: Ranges) -> str:
 
 @lru_cache(4096)
 def _json_form(these: Ranges) -> Pattern:
-    ends: dict[str, str] = {}  # the last characters of escapes, by the characters before
+    ends: dict[str, str] = {}  # last characters of escapes, by the characters before
     for low, high in these:
         for form in (json.dumps(chr(code))[1:-1] for code in range(low, min(high, 0x5C) + 1)):
             ends[form[:-1]] = ends.get(form[:-1], "") + form[-1]

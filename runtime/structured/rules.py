@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from runtime.structured.pattern import FIRST_OF_SPECIAL, GrammarError, literal_text, special_text
 
-MAX_RULES = 10_000  # of one grammar
-MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
+MAX_RULES = 10_000  # rules in one grammar
+MAX_LARK_BYTES = 256 << 10  # size of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
 _RESERVED = re.compile(r"[\U0010ffc0-\U0010ffff]|\\x\{10ff[c-f]")  # characters that stand for special tokens
 _OPTIONS = '%llguidance {"no_forcing": true}'  # a mask has every token that fits, not only the tokenizer's own choice
@@ -98,7 +98,7 @@ def terminal(expression: str) -> Terminal:
     return Terminal((expression,))
 
 
-# Many tokens end with white space, up to eight characters of it. An output that takes one may still end or go on.
+# Many tokens end with up to eight characters of white space. An output that takes one may still end or go on.
 SPACES = terminal("[\\x{9}\\x{a}\\x{d}\\x{20}]{0,16}")
 
 
@@ -232,7 +232,7 @@ def special_ids(rules: Mapping[str, Rule]) -> list[int]:
 
 
 def lark(rules: Mapping[str, Rule]) -> str:
-    """Return llguidance's form of rules: Lark, or JSON if a rule holds a grammar of its own. Raises GrammarError if it
+    """Return llguidance's form of rules: Lark, or JSON if a rule holds its own grammar. Raises GrammarError if it
     is too long."""
     terminals: dict[Terminal, str] = {}
     lazy: dict[Shortest, str] = {}

@@ -1,7 +1,7 @@
-"""Structural tags: free text with regions that follow grammars, in the forms of XGrammar, vLLM and SGLang.
+"""Structural tags: free text with regions that follow grammars, as XGrammar, vLLM and SGLang write them.
 
-Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in a format of its
-own, and the tag's `end`. Free text follows again.
+Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in its own
+format, and the tag's `end`. Free text follows again.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Writer:
         self._num_names = 0
 
     def write(self, form: Format, end: str, where: str) -> Rule:
-        """Return the rule of a format and of the text after it."""
+        """Return the rule of a format and the text after it."""
         if where.count("/") > 2 * MAX_NESTED:
             raise GrammarError(f"nests formats deeper than the limit of {MAX_NESTED}")
         try:
@@ -206,7 +206,7 @@ class _Writer:
             case SeparatedTags(tags, separator):
                 rests = [self._named(self._rest(tag, f"{where}/tags/{i}")) for i, tag in enumerate(tags)]
                 one = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(tags, rests, strict=True))
-                # One terminal up to where the end of all tags differs.
+                # One terminal up to where the tags' ends differ.
                 between = sequence(SPACES, text(separator), SPACES if separator.isspace() else NOTHING)
                 more = Repeat(
                     choice(sequence(between, text(t.begin), rest) for t, rest in zip(tags, rests, strict=True)), 0, None

@@ -12,7 +12,7 @@ _Messages = Sequence[Mapping[str, Any]]
 
 
 def with_objects(messages: _Messages, are_written: bool) -> list[Mapping[str, Any]]:
-    """Return messages with objects as the arguments of calls, where a client sent another text.
+    """Return messages in which calls have objects as arguments, where a client sent another text.
 
     Args:
         are_written: the template writes arguments one by one. Such a template fails on a text, so a text that is not
@@ -56,7 +56,7 @@ def with_named_ids(messages: _Messages) -> list[Mapping[str, Any]]:
 
 
 def with_content_placed(messages: _Messages, place: Place) -> list[Mapping[str, Any]]:
-    """Return messages with the content beside calls at a place that the template writes before the calls."""
+    """Return messages with a call's content at a place that the template writes before the calls."""
     placed: list[Mapping[str, Any]] = []
     for message in messages:
         content = message.get("content")

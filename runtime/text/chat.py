@@ -1,7 +1,7 @@
 """Chat templates: a model's own Jinja program that turns messages into its prompt.
 
-`transformers`' chat_template_utils.py is the de facto specification of what a template sees. The
-output of a template shows the formats of the model, so `tool_format` and `thinks` are derived from it.
+`transformers`' chat_template_utils.py is the de facto specification of what a template sees. A
+template's output shows the model's formats, so `tool_format` and `thinks` are derived from it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from runtime.text.tool_calls.harmony import HARMONY, START
 from runtime.text.tool_responses import with_tool_responses
 
 MAX_PROMPT_CHARS = 4 << 20
-MAX_SECONDS = 1.0  # of CPU time for one rendering; a long conversation takes milliseconds
+MAX_SECONDS = 1.0  # CPU time for one rendering; a long conversation takes milliseconds
 _MEMORY = 512 << 20  # address space of a rendering process; idle, it uses a twentieth
 _DEADLINE_S = 5.0  # until a process that ignores interrupts is killed
 _MAX_CHILDREN = 8  # prompts that are rendered at the same time
 _T = TypeVar("_T")
-# In a template: the text, or the list of texts, that the role of a message is compared with.
+# The text, or list of texts, that a template compares a message's role with.
 _COMPARED_ROLE = re.compile(r"""\brole['")\]]*\s*(?:[!=]=|(?:not\s+)?in\b)\s*('[^']*'|"[^"]*"|[\[(][^\[(\])]*[\])])""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
-# Marks the end of the message to continue. Its trailing space shows whether the template trims messages.
+# Ends the message to continue. Its trailing space shows whether the template trims messages.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         Raises CallboardError if a source is not a valid template."""
         self.source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
-        self._forms: dict[str, frozenset[type]] = {}  # of the contents that the template writes, by role
+        self._forms: dict[str, frozenset[type]] = {}  # content types that the template writes, by role
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.reasoning_marks = reasoning.marks_of(source)
@@ -81,7 +81,7 @@ class ChatTemplate:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """The format of the model's tool calls: the format that parses the calls of its template.
+        """The format of the model's tool calls: the one that parses its template's calls.
 
         GENERIC if the template ignores tools or writes calls in an unknown format; None if it then has channels,
         because only HARMONY parses these."""
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @cached_property
     def _place_of_content(self) -> Place:
-        """Where content beside calls has to stand. Only templates with results among the calls misplace it."""
+        """Where a template expects text next to tool calls. Only templates with results among the calls misplace it."""
         has_responses = "tool_responses" in self._tool_source
         return place_of_content(self._with_responses) if has_responses else "kept"
 
@@ -222,10 +222,10 @@ def load_tokenizer(
 
     Args:
     template_file: holds the chat template; None for the model's own.
-    tool_call_parser: the name of the format of calls; auto for the format of the template.
-    channel_grammar: chats of a model with channels keep to their format by a grammar.
+    tool_call_parser: the name of the call format; auto for the template's format.
+    channel_grammar: a grammar keeps chats to their format if the model has channels.
     plain_tool_calls: calls that a model writes as JSON without its marks are calls.
-    special_tokens_in_contents: texts of clients may become special tokens.
+    special_tokens_in_contents: clients' texts may become special tokens.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)

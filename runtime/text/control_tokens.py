@@ -1,8 +1,8 @@
-"""Texts of clients stay texts: a message that spells `<|im_end|>` does not end its turn.
+"""Clients' texts remain texts: a message that spells `<|im_end|>` does not end its turn.
 
 A rendered prompt does not show which of its marks are the template's. So before the template runs, a character that the
 conversation lacks, the seam, splits each text that spells a mark. Marks without a seam are the template's own. They get
-other names, the seams are removed, and the encoder of such prompts knows only these names. To its model, normalizer and
+other names, the seams are removed, and such prompts' encoder has only these names. To its model, normalizer and
 pre-tokenizer all other text is plain. Most conversations do not spell a mark.
 """
 
@@ -27,8 +27,8 @@ _MARKS = TOKENS.union(*(form.marks for form in FORMATS.values()))
 _ANSWER_MARKS = _MARKS.difference(CHANNEL_MARKS)  # these do not end a turn
 _WITH_BARS = re.compile(r"<[|｜].*>|<.*[|｜]>", re.DOTALL)
 _JOINED = "content", "name", "reasoning_content", "reasoning", "thinking"  # a template may join them with its own text
-_ENDS_OF_LITERALS = re.compile(r"""['"]|\s{0,99}\{[{%]""")  # in the source of a template
-_SEAMS = tuple(map(chr, range(0xE002, 0xF900)))  # for private use; U+E000 and U+E001 are in names
+_ENDS_OF_LITERALS = re.compile(r"""['"]|\s{0,99}\{[{%]""")  # literals' ends in a template's source
+_SEAMS = tuple(map(chr, range(0xE002, 0xF900)))  # private-use characters; U+E000 and U+E001 are in names
 
 
 class Conversation(NamedTuple):
@@ -99,7 +99,7 @@ class ControlTokens:
             if (value := getattr(own, part)) is not None:
                 setattr(encoder, part, value)
         vocabulary = own.get_vocab(with_added_tokens=False).values()
-        # A new token's id is the number of tokens. In a vocabulary that lacks some ids it would be that of another one.
+        # A new token's id is the number of tokens. A vocabulary that lacks some ids already has a token with that id.
         lacking = max(vocabulary, default=-1) + 1 - len(vocabulary)
         encoder.add_tokens([f"\ue000{secrets.randbits(128)}.{n}" for n in range(lacking)])
         encoder.add_tokens([self._renamed(token) for token in self._added.values()])
@@ -115,13 +115,13 @@ class ControlTokens:
             return (own,)
         if token_id not in self._control_ids or text != self._backend.id_to_token(token_id):  # or an unknown character
             return (token_id,)
-        # Some vocabularies make a control token of plain text. Its parts are other tokens.
+        # Some vocabularies make plain text a control token. Its parts are other tokens.
         tokenize = self._backend.model.tokenize
         return [i for part in (text[:1], text[1:]) for t in tokenize(part) for i in self._own_ids(t.id, t.value)]
 
     @cached_property
     def _added_ids(self) -> dict[int, int]:
-        """The own id of each added token of `encoder`."""
+        """The own id of each token that `encoder` adds."""
         new_ids = self.encoder.get_vocab(with_added_tokens=True)
         return {new_ids[self._renamed(token).content]: i for i, token in self._added.items()}
 
@@ -142,14 +142,14 @@ class ControlTokens:
         def joined(value: Any) -> Any:
             if isinstance(value, str):
                 return split_joined(self._with_ends(seam, value))
-            if isinstance(value, Mapping) and "text" in value:  # a part of a content
+            if isinstance(value, Mapping) and "text" in value:  # one part of a content
                 return {**_changed(value, split), "text": joined(value["text"])}
             return [joined(part) for part in value] if isinstance(value, list) else _changed(value, split)
 
         return {name: joined(value) if name in _JOINED else _changed(value, split) for name, value in message.items()}
 
     def _with_ends(self, seam: str, text: str) -> str:
-        """Return a text with a seam at each end that may be a part of a control token, with text beside it."""
+        """Return a text with a seam at each end that may form a control token with adjacent text."""
         core = text.strip()
         sizes = range(1, min(len(core) + 1, self._longest))
         continues = core in self._starts_of_rests or (self._rests and any(core[:n] in self._rests for n in sizes))
@@ -169,7 +169,7 @@ def _is_control(token: tokenizers.AddedToken, template: str) -> bool:
 
 
 def _heads_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression of the first characters of texts, where these follow."""
+    """Return a regular expression for the texts' first characters, where the texts follow."""
     heads = ((head, [text[1:] for text in group]) for head, group in groupby(sorted(texts), lambda text: text[0]))
     return re.compile("|".join(f"{re.escape(head)}(?={_any_of(rests)})" for head, rests in heads) or "(?!)")
 

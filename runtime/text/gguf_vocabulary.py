@@ -29,12 +29,12 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "▁"  # a space in sentencepiece's vocabularies
 _SPACES_OF_PIECES = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
 _NEVER = -1e9  # the score of a piece that encoding must not produce
-_MAX_PIECE_CHARS = 1024  # of sentencepiece's BPE, which tries all splits of each piece; real ones are far shorter
+_MAX_PIECE_CHARS = 1024  # sentencepiece's BPE tries all splits of each piece; real pieces are far shorter
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The lists of the metadata, of one length; `types` and `scores` are empty if there are none."""
+    """The metadata's lists, all equally long; `types` and `scores` are empty if there are none."""
 
     tokens: list[str]
     types: list[int]
@@ -82,7 +82,7 @@ def _read(file: GgufFile) -> _Vocabulary:
     tokens = _strings(file, "tokenizer.ggml.tokens")
     types = file.value("tokenizer.ggml.token_type", list, [])
     scores = file.value("tokenizer.ggml.scores", list, [])
-    # Some vocabularies are filled up to the size of the embedding; those ids stand for nothing.
+    # Some vocabularies are filled up to the embedding's size; those ids mean nothing.
     end = len(tokens)
     while len(types) == len(tokens) and end and types[end - 1] == _UNUSED:
         end -= 1
@@ -167,7 +167,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# Digits are split first, which decides the split of a run of spaces before a number.
+# Digits are split first, which decides how a run of spaces before a number is split.
 _SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # white space
@@ -187,7 +187,7 @@ _TEKKEN, _GPT4O = (
     )
     for ending, digits in (("", r"\p{N}"), (f"{_ENDINGS}?", r"\p{N}{1,3}"))
 )
-# Digits, and runs of Chinese characters and kana, are split first.
+# Digits and runs of Chinese characters and kana are split first.
 _DEEPSEEK_V3 = pre_tokenizers.Sequence([
     pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), behavior="isolated"),
     pre_tokenizers.Split(Regex("[一-龥\u3040-\u309f\u30a0-\u30ff]+"), behavior="isolated"),
@@ -196,7 +196,7 @@ _DEEPSEEK_V3 = pre_tokenizers.Sequence([
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}"
     ),
 ])  # fmt: skip
-# Line breaks, words of cased letters, punctuation, trailing spaces, Chinese characters and digits are split in turn.
+# Line breaks, words in cased letters, punctuation, trailing spaces, Chinese characters and digits are split in turn.
 # The published letters lack some alphabets, and the punctuation (":-~") contains ASCII letters. An escape stands
 # where Unicode's normalization would change a character.
 _CASED = (

@@ -1,15 +1,15 @@
 """The exact bytes of each token, derived from the decoder in a tokenizer.json.
 
 A decoder of the `tokenizers` package maps a whole list of tokens to text, too slow to repeat for each token of a
-stream. But decoders of language models work token by token, except at the start of a text: some drop a space there that
+stream. But language models' decoders work token by token, except at the start of a text: some drop a space there that
 encoding has added. So a text is the concatenated bytes of its tokens, with a rule for the start:
 
     ByteLevel                                        each character stands for a byte (GPT-2's table)
     Replace("▁"," ") ByteFallback Fuse [Strip(" ",1)]  "▁" is a space, "<0x0A>" a byte; a leading space is dropped
     Metaspace                                        "▁" is a space, and empty in the first token
 
-One deviation is deliberate. If a run of byte tokens is not valid UTF-8, ByteFallback replaces every byte of the run by
-U+FFFD, also the bytes of its whole characters. Here whole characters stay, as in other decoders. So a stream can send
+One deviation is deliberate. If a run of byte tokens is not valid UTF-8, ByteFallback replaces every byte in it by
+U+FFFD, also within whole characters. Here whole characters remain, as in other decoders. So a stream can send
 each character when it is complete.
 """
 
@@ -25,7 +25,7 @@ import tokenizers
 
 from runtime.base.types import CallboardError
 
-_MAX_GROWTH = 16  # of a token by the decoder's replacements; in real models these only shorten
+_MAX_GROWTH = 16  # limit for a token's growth by the decoder's replacements; in real models these only shorten
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -85,7 +85,7 @@ class Pieces(dict[int, bytes]):
         return piece
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes of the first token of a text, before `leading_spaces` are dropped."""
+        """Return the bytes of a text's first token, before `leading_spaces` are dropped."""
         token = self._backend.id_to_token(token_id) if self._dropped_at_start and token_id >= 0 else None
         return self[token_id] if token is None else self._bytes(token.replace(self._dropped_at_start, ""))
 

@@ -31,14 +31,14 @@ class CallProbe(NamedTuple):
     form: ToolFormat | None = None  # None if the template writes no calls, or in an unknown format
     takes_text: bool = False  # the template requires arguments as text
     shows_tools: bool = True  # the template describes the tools
-    writes_calls: bool = True  # the template writes calls of messages
+    writes_calls: bool = True  # the template writes the calls in messages
 
 
 def probe_calls(render: Render, source: str = "") -> CallProbe:
-    """Return the format of a template's calls: the format that reads a call which the template writes.
+    """Return the format that reads a call which the template writes.
 
     For a template without tools, the format needs `instructions` that describe them. The template then must also write
-    the call of a second round. DeepSeek R1's template breaks there. A template that writes no calls may show a format
+    a second round's call. DeepSeek R1's template breaks there. A template that writes no calls may show a format
     by its `sign` in `source`."""
     probe: CallProbe | None = None
     for takes_text, call_id in itertools.product((False, True), _IDS):
@@ -86,7 +86,7 @@ def content_forms(render: Render, role: str) -> frozenset[type]:
 
 
 def place_of_content(render: Render) -> Place:
-    """Return where content beside calls has to stand, so that a template writes it before them.
+    """Return where content next to calls has to stand, so that a template writes it before them.
 
     Gemma 4's templates write it behind the results, and then do not begin the model's next turn."""
     call = _calling(takes_text=False)
@@ -145,7 +145,7 @@ def _plain_answer(render: Render, before: str) -> str | None:
 
 
 def _reads(form: ToolFormat, written: str, plain: str | None) -> bool:
-    """Return whether a format reads the call, and no other, in a text, and leaves nothing of the call behind.
+    """Return whether a format reads exactly this call in a text, and leaves none of it behind.
 
     What may remain is the text around an answer without calls (`plain`), or another mark for the end of the turn."""
     parser, before, rest, pieces = form.parser(form, {_NAME: _SCHEMA}), "", "", list[CallDelta]()

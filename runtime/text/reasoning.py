@@ -15,7 +15,7 @@ class Marks(NamedTuple):
 
     open: str
     close: str
-    open_token: str  # the part of `open` that may be a special token of a vocabulary
+    open_token: str  # the part of `open` that may be a special token
     strays: tuple[str, ...] = ()  # marks that are not for the reader; the opening one begins reasoning anywhere
 
 
@@ -40,10 +40,10 @@ def marks_of(template: str) -> Marks:
 
 
 class ReasoningSplitter:
-    """Splits one output into reasoning and answer. The sum of all results does not depend on the cuts of the input.
+    """Splits one output into reasoning and answer. The joined results do not depend on how the input is cut.
 
     A text has reasoning if it begins with its mark, or if the prompt ended with it (`inside`). Reasoning without a
-    closing mark extends to the end, or to a call. Line ends beside the marks belong to them, as in the models'
+    closing mark extends to the end, or to a call. Line ends next to the marks belong to them, as in the models'
     templates."""
 
     def __init__(
@@ -54,16 +54,16 @@ class ReasoningSplitter:
         self._inside, self._marks = inside, marks
         self._new_parser = new_parser
         self._ends = (marks.close, *(new_parser().all_marks if new_parser is not None else ()))
-        self._parser: ToolCallParser | None = None  # of the call that may begin at `_from`
+        self._parser: ToolCallParser | None = None  # parser for the call that may begin at `_from`
         self._num_parsed = 0  # characters that this parser has received
         self._num_begun = 0  # calls that it has read, ended or not
         self._from = 0  # the place in `_held` from which a mark may begin
         self._is_undecided = True  # the text may still begin with the opening mark
-        self._at_start = True  # of a part that loses its leading line ends
-        self._num_line_ends = 0  # of the reasoning, held: they belong to the mark if it follows
+        self._at_start = True  # the current part loses its leading line ends
+        self._num_line_ends = 0  # held line ends after reasoning: they belong to the mark if it follows
         self._held = ""  # text after them that may begin a mark
-        self._num_chars = 0  # of the text so far
-        self._end = 0  # of closed reasoning, in the text
+        self._num_chars = 0  # length of the text so far
+        self._end = 0  # where closed reasoning ends in the text
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +109,7 @@ class ReasoningSplitter:
         if begun.startswith(self._marks.open):
             self._inside, self._held = True, begun.removeprefix(self._marks.open)
         elif not self._inside:
-            self._at_start = False  # without a mark, line ends stay
+            self._at_start = False  # line ends remain, since no mark follows
 
     def _reasoning(self, is_last: bool) -> str:
         end, mark = self._end_of_reasoning(is_last)

@@ -11,7 +11,7 @@ from runtime.base.types import CallboardError, SamplingParams
 from runtime.loading.folder import read_json
 from runtime.loading.gguf import GgufFile
 
-# Of generation_config.json, and of a GGUF file's metadata below general.sampling.
+# Fields in generation_config.json, and in a GGUF file's metadata below general.sampling.
 _FIELDS = {
     "temperature": "temp",
     "top_p": "top_p",

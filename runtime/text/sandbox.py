@@ -1,7 +1,7 @@
 """Chat templates as `transformers` runs them, in Jinja's immutable sandbox. A child process runs this code (chat.py).
 
-A template comes with the weights and is untrusted. The sandbox isolates it from the rest of the process. The limits of
-the process (child.py) bound its memory and time. It is interrupted after `max_seconds` of CPU time, and the process is
+A template comes with the weights and is untrusted. The sandbox isolates it from the rest of the process. The process's
+limits (child.py) bound its memory and time. It is interrupted after `max_seconds` of CPU time, and the process is
 killed if the interrupt has no effect.
 """
 
@@ -41,7 +41,7 @@ def check(source: str, names: dict[str, str], max_seconds: float) -> None:
         raise
     except jinja2.TemplateSyntaxError as e:
         raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {_sentence(e)}.") from None
-    except Exception as e:  # any error of Python's compiler
+    except Exception as e:  # any error from Python's compiler
         raise CallboardError(f"The model's chat template cannot be compiled: {_sentence(e)}.") from None
 
 
@@ -110,7 +110,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, unlike the training data of models.
+    # Jinja's own filter escapes HTML, unlike models' training data.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,9 +1,9 @@
 """Token ids in, text out, a piece at a time and exactly once.
 
 Sent text cannot be withdrawn, so two kinds of text wait: the bytes of an incomplete character, and the longest tail
-that may begin a stop string. The cost of a token depends only on its own length. Bytes go through an incremental UTF-8
-decoder, and characters through an Aho-Corasick automaton (CACM 18(6), 1975) over all stop strings. The state of the
-automaton is the tail that waits.
+that may begin a stop string. A token's cost depends only on its own length. Bytes go through an incremental UTF-8
+decoder, and characters through an Aho-Corasick automaton (CACM 18(6), 1975) over all stop strings. The
+automaton's state is the tail that waits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from runtime.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one request's output.
 
-    The concatenated results of `push` and `finish` equal `Tokenizer.decode` of all ids, cut at the first stop string.
-    Of several stop strings the first complete one counts, and of those with the same end the longest. So the result
-    does not depend on the grouping of tokens into pushes.
+    The concatenated results of `push` and `finish` equal what `Tokenizer.decode` returns for all ids, cut at the first
+    stop string. The first complete stop string counts; among those with the same end, the longest one. So the result
+    does not depend on how tokens are grouped into pushes.
 
     `prompt_tail_ids`, the last few ids of the prompt, make the output a continuation: a leading space stays, and a
-    character that the prompt began is completed. Without them the output is a text of its own. `kept_special_ids` are
+    character that the prompt began is completed. Without them the output is an independent text. `kept_special_ids` are
     the special tokens that are shown to the reader. `before_special` is a character that precedes each of them, and
     that no other text has then.
 
@@ -125,7 +125,7 @@ class TextStream:
                 self._state = self._stops.step(self._state, char)
                 match = self._stops.matches[self._state]
             if char == self._before_special:
-                num_before = 1  # it is part of the token
+                num_before = 1  # it belongs to the token
             else:
                 spelled, num_before = special.add(char, is_shown, num_before), 0
             if match is not None or spelled is not None:
@@ -153,7 +153,7 @@ class _SpecialStops:
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops, self._tokenizer, self._state = StopStrings(stops), tokenizer, 0
         self._num_shown = 0
-        self._starts: deque[int] = deque(maxlen=max(map(len, stops)))  # shown characters before each of the last ones
+        self._starts: deque[int] = deque(maxlen=max(map(len, stops)))  # shown characters before each recent character
 
     @property
     def depth(self) -> int:
@@ -201,7 +201,7 @@ class StopStrings:
         self.depths = [0]  # length of each state's tail
         self.matches: list[str | None] = [None]  # the longest stop string that ends here
         self._children: list[dict[str, int]] = [{}]
-        self._fallbacks = [0]  # the state of the next shorter tail
+        self._fallbacks = [0]  # state of the next shorter tail
         for stop in stops:
             if not stop:
                 raise CallboardError("stop holds an empty string, which would end every text; leave it out.")

@@ -46,11 +46,11 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.special_tokens = special_tokens
         self.chat_template = chat_template
-        self.tool_template = tool_template  # for conversations with tools; None if it is the same
-        self.tool_call_parser = "auto"  # or the name of the format of tool calls
-        self.channel_grammar = True  # chats of a model with channels keep to their format
+        self.tool_template = tool_template  # template for conversations with tools; None if it is the same
+        self.tool_call_parser = "auto"  # or a tool-call format's name
+        self.channel_grammar = True  # a grammar keeps chats to their format if the model has channels
         self.plain_tool_calls = True  # calls in JSON without marks are calls
-        self.special_tokens_in_contents = False  # texts of clients may become special tokens
+        self.special_tokens_in_contents = False  # clients' texts may become special tokens
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)
@@ -105,9 +105,9 @@ class Tokenizer:
         return control.ids(_encoded(control.encoder.encode_batch, text, add_special_tokens))
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the index of the character of `text` at which each token of `encode(text)` begins.
+        """Return the character index in `text` at which each token from `encode(text)` begins.
 
-        Tokens that share a character begin at it. A token without text begins at the end of the one before it."""
+        Tokens that share a character begin at it. A token without text begins where the previous one ends."""
         starts, end = [], 0
         for start, stop in _encoded(self._backend.encode_batch, text, add_special_tokens).offsets:
             starts.append(
@@ -144,7 +144,7 @@ def _encoded(encode: Callable[..., Any], text: str, add_special_tokens: bool) ->
 
 
 def _is_of_package(error: BaseException) -> bool:
-    """True for errors of the package: exceptions, and panics of its Rust code, which do not derive from Exception."""
+    """True for the package's errors: exceptions, and Rust panics, which do not derive from Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -162,7 +162,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         if not _is_of_package(e):
             raise
         raise CallboardError(f"{path} is not a tokenizer that can be read: {_sentence(e)}.") from e
-    # Some files carry settings for batches of training data.
+    # Some files carry settings for training batches.
     backend.no_truncation()
     backend.no_padding()
     settings = _optional_json(folder / "tokenizer_config.json")

@@ -1,4 +1,4 @@
-"""Results of calls as templates with `tool_responses` read them: in the message of the calls (Gemma 4)."""
+"""Call results as templates with `tool_responses` read them: in the message with the calls (Gemma 4)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _OPAQUE = (type(None), type, BuiltinFunctionType, BuiltinMethodType)
 
 
 class InPlace:
-    """Copies the tensors of new objects onto the tensors of old ones, each once."""
+    """Copies new objects' tensors onto the old objects' tensors, each once."""
 
     def __init__(self) -> None:
         self._met = set[tuple[int, int]]()

@@ -26,17 +26,17 @@ from runtime.quant.weight_format import DENSE, Location, Shape, TensorSource
 from runtime.updates.slices import Parts, SliceSet, merged, narrowed, parts_by_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-HEAD_ROWS = "classifier"  # the section of a classifier, which may be made of rows of the head
+HEAD_ROWS = "classifier"  # a classifier's section, which may consist of head rows
 
 
 class Target(NamedTuple):
     """A tensor of the checkpoint that an update may have."""
 
-    name: str  # in the checkpoint
+    name: str  # the checkpoint's name
     shape: Shape
     dtypes: tuple[torch.dtype, ...]  # that it may have; () if it cannot be updated
-    parts: Parts  # that this rank needs
-    section: str  # of the decoder: layers.3, embed, head, ...
+    parts: Parts  # what this rank needs
+    section: str  # the decoder's section: layers.3, embed, head, ...
     is_dense: bool = False  # it replaces a weight that is quantized in the files
 
 
@@ -44,7 +44,7 @@ class Incoming(NamedTuple):
     """A tensor of an update, with its place."""
 
     target: Target
-    place: Place | None  # within a tensor of all experts; None for a whole tensor
+    place: Place | None  # place within a tensor that holds all experts; None for a whole tensor
 
 
 class ModelTensors:
@@ -102,7 +102,7 @@ class ModelTensors:
             wanted_parts: list[Part | None] = [
                 part._replace(dim=part.dim ^ location.transposed) for part in location.parts
             ]
-            if location.place is not None and dense_name in self._dense:  # parts of other parameters
+            if location.place is not None and dense_name in self._dense:  # other parameters' parts
                 wanted_parts += self._dense[dense_name].parts
             parts = merged(wanted_parts, wanted.shape) if wanted_parts else (None,)
             dtypes = FLOATS if isinstance(weight_format, DequantizedFormat) else ()
@@ -110,7 +110,7 @@ class ModelTensors:
         self._of_parameter[parameter] = dense_name, stored
 
     def find(self, name: str, dtype: torch.dtype, shape: Shape) -> list[Incoming]:
-        """The places of a tensor of an update; [] for one that the model does not need.
+        """The places of an update's tensor; [] for one that the model does not need.
 
         Raises CallboardError if the model lacks the tensor, or has it with another type or shape."""
         if (target := self._find(name, dtype)) is not None:
@@ -167,7 +167,7 @@ class ModelTensors:
 
 
 def pieces_of(found: Iterable[Incoming], tensor: torch.Tensor) -> Iterable[tuple[Target, int, torch.Tensor]]:
-    """Each slice of a whole tensor that the rank needs: its target, the index of the part, and a view."""
+    """Each slice of a whole tensor that the rank needs: its target, the part's index, and a view."""
     for target, place in found:
         own = tensor if place is None else place.of(tensor)
         for i, part in enumerate(target.parts):

@@ -1,4 +1,4 @@
-"""UndrawnTensors: names and shapes of a model with random weights, for updates that have all of its tensors."""
+"""UndrawnTensors: a random-weight model's names and shapes, for updates that have all its tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.sharding import Part, stored_shape
 from runtime.base.types import CallboardError
 from runtime.models.weight_map import WeightMap
-from runtime.quant.weight_format import Shape
+from runtime.quant.weight_format import Shape, TensorSource
 
 
-class UndrawnTensors:
-    """A TensorSource without numbers."""
+class UndrawnTensors(TensorSource):
+    """Tensors without numbers."""
 
     def __init__(self, spec: DecoderSpec, weight_map: WeightMap) -> None:
         names = weight_map.names_of(spec)
@@ -41,13 +41,7 @@ class UndrawnTensors:
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16
 
-    def is_dense(self, name: str) -> bool:
-        return False
-
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
         raise CallboardError(f"The weights of this model are random; an update must have all tensors, also {name}.")
-
-    def blocks(
-        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
-    ) -> torch.Tensor:  # fmt: skip
-        raise CallboardError(f"Tensor {name} of random weights has no blocks.")

@@ -1,6 +1,6 @@
-"""RunnerUpdates: new weights of a running model, on one rank.
+"""RunnerUpdates: new weights for a running model, on one rank.
 
-An update is staged while steps go on, applied between two steps, and kept in the store beside later steps. A tensor is
+An update is staged while steps go on, applied between two steps, and stored while later steps run. A tensor is
 in the newest update, else in a stored one, else in the checkpoint."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # a process without a GPU needs neither
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 5  # of all ranks to read the same stored version
+_TRIES = 5  # tries until all ranks read the same stored version
 _DROPPED = "The update of the weights was dropped; begin another."
 
 
@@ -128,7 +128,7 @@ class RunnerUpdates:
     # ---- an update --------------------------------------------------------------------------------------------------
 
     def receive(self, part: WeightPart) -> None:
-        """Stage the tensors of a part. Raises CallboardError, and then none of them is staged."""
+        """Stage a part's tensors. Raises CallboardError, and then none is staged."""
         with self._receiving:
             start, num_dropped = time.perf_counter(), self._num_dropped
 
@@ -190,7 +190,7 @@ class RunnerUpdates:
     def apply(self, version: WeightVersion) -> None:
         """Take the staged weights. No step runs meanwhile."""
         start, staged = time.perf_counter(), self._staged
-        with self._storing:  # of the version before
+        with self._storing:  # waits until the previous version is stored
             self._staged = SliceSet()
             newest = self._newest or SliceSet()
             self._memory.release(newest.add(staged))
@@ -204,7 +204,7 @@ class RunnerUpdates:
 
     def _apply(self, staged: SliceSet) -> None:
         parts, decoder, tensors = self._parts, self._decoder, self._tensors
-        if torch.get_num_threads() != self._num_threads:  # it decides the order of sums
+        if torch.get_num_threads() != self._num_threads:  # it decides the order of additions
             torch.set_num_threads(self._num_threads)
         overlay = self._overlay()
         read = reader(overlay, tensors.locations, tensors.format_of, parts.source.weight_map, parts.numerics)
@@ -256,8 +256,8 @@ class RunnerUpdates:
 
 def _tensors_of(source: ModelSource, parts: UpdateParts) -> TensorSource:
     """The tensors of a checkpoint. Raises CallboardError if its weights cannot be updated."""
-    mixer = parts.spec.mixer
-    if isinstance(mixer, DeltaRuleSpec) and mixer.tiled:
+    states = parts.spec.states
+    if isinstance(states, DeltaRuleSpec) and states.tiled:
         raise CallboardError(
             "weight_updates is on, but this GGUF file has the heads of states in another order than trainers; serve "
             "the model from safetensors files."

@@ -35,7 +35,7 @@ from runtime.updates.transports.rendezvous import listening_socket, publish, ser
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # absent from some builds
 
-TIMEOUT_S = 300.0  # of the rendezvous, and of a broadcast without progress
+TIMEOUT_S = 300.0  # limit for the rendezvous, and for a broadcast without progress
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -50,7 +50,7 @@ class IpcUpdate(dict[str, Any]):
 
 
 def ipc_update_info(tensors: NamedTensors, packed: bool = False) -> IpcUpdate:
-    """Return the body of an update over IPC, to runners on the GPU of the tensors.
+    """Return the body of an IPC update to runners on the tensors' GPU.
 
     The runners read the tensors' own memory, so it must not change before the reply.
 
@@ -150,7 +150,7 @@ class NcclSender:
         """Broadcast tensors to all runners; returns when they are sent. The order is that of the update's `names`.
 
         The tensors may be made while they are sent. Raises CallboardError if the runners do not take them."""
-        sending: deque[tuple[Callable[[], bool], Any]] = deque()  # with the memory that a broadcast reads
+        sending: deque[tuple[Callable[[], bool], Any]] = deque()  # broadcasts, each with the memory that it reads
         for chunk in cut((tensor.detach() for _, tensor in tensors), _size, self._buffer_bytes):
             if len(sending) == self._num_buffers:
                 self._until(sending.popleft()[0])
@@ -184,7 +184,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _exported(tensor: torch.Tensor) -> dict[str, list[Any]]:
-    """The handle of a tensor, by the UUID of its GPU."""
+    """A tensor's handle, by its GPU's UUID."""
     _, (_, size, stride, offset, _, dtype, *rest) = reduce_tensor(tensor)
     uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
     return {uuid: json_of([list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest])}

@@ -1,7 +1,7 @@
-"""Files of slices: safetensors files in which an entry's name has the part of its tensor.
+"""Slice files: safetensors files in which an entry's name states the part of its tensor.
 
 An entry `model.norm.weight` is a whole tensor; `model.norm.weight|0|64|128` has the rows 64 to 127 of one. Metadata
-holds a digest of samples. It shows that a crash has lost pages of a file."""
+holds a digest of samples, which shows that a crash has lost pages."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
-_SAMPLE_BYTES = 256  # of the head, the middle and the tail of each slice
+_SAMPLE_BYTES = 256  # sample size at each slice's head, middle and tail
 _CHUNK = 16 << 20  # bytes that are copied from a GPU at once
 _MOST_HEADER = 256 << 20  # bytes
-_ALIGNED = 64  # bytes that the header has a multiple of
+_ALIGNED = 64  # the header's size is a multiple of these bytes
 
 
 class SliceFile(NamedTuple):
     """A file that is read."""
 
-    slices: SliceSet  # views of the mapped file
+    slices: SliceSet  # views into the mapped file
     metadata: dict[str, str]
 
 
 def write_slices(file: BinaryIO, slices: SliceSet, metadata: Mapping[str, str]) -> None:
     """Write a file that is empty and open. Raises OSError."""
     entries, at = list[tuple[str, torch.Tensor, int, int]](), 0
-    # The format forbids gaps. Wide numbers are first, so that each tensor begins at a multiple of its numbers' size.
+    # The format forbids gaps. Wide elements are first, so that each tensor begins at a multiple of its elements' size.
     for name, (part, values) in sorted(slices.all(), key=lambda entry: -entry[1].values.dtype.itemsize):
         key = name if part is None else "|".join((name, *map(str, part)))
         entries.append((key, values, at, at + values.nbytes))
@@ -129,7 +129,7 @@ def _stream_of(slices: SliceSet) -> torch.cuda.Stream | None:
 
 
 def _bytes(values: torch.Tensor, buffer: torch.Tensor | None) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor, in pieces. Those of a GPU are copied to `buffer`, uint8, one after the other.
+    """A contiguous tensor's bytes, in pieces. From a GPU, each piece is copied to `buffer`, uint8.
 
     The buffer is pinned: a copy to other memory holds the driver's lock, so that steps would wait for it."""
     for piece in values.reshape(-1).view(torch.uint8).split(_CHUNK):

@@ -12,9 +12,9 @@ import torch
 from runtime.base.model.sharding import Part
 from runtime.base.types import CallboardError
 from runtime.loading.upload import Uploader
-from runtime.quant.weight_format import Shape, TensorSource
+from runtime.quant.weight_format import Shape, SourceOver, TensorSource
 
-Parts = tuple[Part | None, ...]  # of one tensor, along one dimension and apart from each other; (None,) for all of it
+Parts = tuple[Part | None, ...]  # one tensor's disjoint parts along one dimension; (None,) for all of it
 
 
 class Slice(NamedTuple):
@@ -29,9 +29,9 @@ class SliceSet:
     """Slices of several tensors, by the names in the checkpoint."""
 
     of: dict[str, list[Slice]] = field(default_factory=dict)
-    dense: set[str] = field(default_factory=set)  # tensors in place of quantized weights
-    seen: set[str] = field(default_factory=set)  # tensors of an update, also those without a slice for this rank
-    is_mapped: bool = False  # they lie in the pages of a file, which may leave memory
+    dense: set[str] = field(default_factory=set)  # tensors that replace quantized weights
+    seen: set[str] = field(default_factory=set)  # an update's tensors, including ones without a slice for this rank
+    is_mapped: bool = False  # they lie in a file's pages, which may leave memory
 
     @property
     def nbytes(self) -> int:
@@ -52,14 +52,14 @@ class SliceSet:
                 yield name, each
 
 
-class Overlay:
-    """A TensorSource: a checkpoint with the tensors of updates over it.
+class Overlay(SourceOver):
+    """A checkpoint with the tensors of updates over it.
 
     A tensor that an update brought whole is handed out without a copy, unless it is in a mapped file."""
 
     def __init__(self, checkpoint: TensorSource, layers: Sequence[SliceSet]) -> None:
         """`layers` has the updates, the oldest first."""
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint)
         self._slices: dict[str, list[Slice]] = {}
         self._dense, self._mapped = set[str](), set[str]()
         for layer in layers:
@@ -68,33 +68,23 @@ class Overlay:
             self._mapped = self._mapped | layer.of.keys() if layer.is_mapped else self._mapped - layer.of.keys()
         self._uploader: Uploader | None = None
 
-    def names(self) -> Sequence[str]:
-        return self._checkpoint.names()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint
-
-    def shape(self, name: str) -> Shape:
-        return self._checkpoint.shape(name)
-
-    def type_name(self, name: str) -> str:
-        return self._checkpoint.type_name(name)
-
     def dtype(self, name: str) -> torch.dtype:
-        if name in self._slices and name not in self._dense:  # the checks of a quantized weight see its files
+        if name in self._slices and name not in self._dense:  # a quantized weight's checks see its files
             return self._slices[name][0].values.dtype
-        return self._checkpoint.dtype(name)
+        return super().dtype(name)
 
     def is_dense(self, name: str) -> bool:
         return name in self._dense
 
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
         if name not in self._slices:
-            return self._checkpoint.tensor(name, dtype, device, part)
-        own, values = _slice_with(name, self._slices[name], part)
+            return super().tensor(name, dtype, device, part)
+        (own, values), device = _slice_with(name, self._slices[name], part), torch.device(device)
         if device.type == "cuda" and name in self._mapped:
             return self._uploaded(values.contiguous(), device).to(dtype)
-        # A library's sums may depend on the alignment of a weight, so a part is a tensor of its own.
+        # A library's sums may depend on a weight's alignment, so a part is a separate tensor.
         needs_copy = values.shape != own.shape or name in self._mapped
         return values.to(device, dtype, non_blocking=True, copy=needs_copy).contiguous()
 
@@ -104,11 +94,6 @@ class Overlay:
         if values.nbytes:
             self._uploader.upload(values.reshape(-1).view(torch.uint8).numpy().data, out.view(-1).view(torch.uint8))
         return out
-
-    def blocks(
-        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
-    ) -> torch.Tensor:  # fmt: skip
-        return self._checkpoint.blocks(name, num_bytes, device, part)
 
 
 def _slice_with(name: str, slices: list[Slice], part: Part | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,43 +106,29 @@ def _slice_with(name: str, slices: list[Slice], part: Part | None) -> tuple[torc
     raise CallboardError(f"Tensor {name} of an update lacks the part {part}; this is a bug in Callboard.")
 
 
-class Recorder:
-    """A TensorSource that notes the parts that are read: a rank needs the same ones of an update."""
+class Recorder(SourceOver):
+    """Records the parts that are read: a rank needs the same ones of an update."""
 
     def __init__(self, source: TensorSource) -> None:
-        self._source = source
+        super().__init__(source)
         self._reads = defaultdict[str, set[Part | None]](set)
 
     @property
     def parts(self) -> dict[str, Parts]:
         """The parts that were read, by tensor."""
-        return {name: merged(read, self._source.shape(name)) for name, read in self._reads.items()}
+        return {name: merged(read, self.shape(name)) for name, read in self._reads.items()}
 
-    def names(self) -> Sequence[str]:
-        return self._source.names()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._source
-
-    def shape(self, name: str) -> Shape:
-        return self._source.shape(name)
-
-    def type_name(self, name: str) -> str:
-        return self._source.type_name(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
-
-    def is_dense(self, name: str) -> bool:
-        return self._source.is_dense(name)
-
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
         self._reads[name].add(part)
-        return self._source.tensor(name, dtype, device, part)
+        return super().tensor(name, dtype, device, part)
 
-    def blocks(self, name: str, num_bytes: int, device: torch.device, part: Part | None = None) -> torch.Tensor:
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
         self._reads[name].add(None)
-        return self._source.blocks(name, num_bytes, device, part)
+        return super().blocks(name, num_bytes, device, part)
 
 
 def merged(parts: Iterable[Part | None], shape: Shape) -> Parts:

@@ -18,18 +18,18 @@ from runtime.updates.slices import Slice, SliceSet
 
 logger = logging.getLogger(__name__)
 
-_MARGIN = 512 << 20  # bytes of a GPU that stay free beyond the planned room
+_MARGIN = 512 << 20  # GPU bytes that remain free beyond the planned room
 
 
 class StagingMemory:
-    """Copies slices: to the device while there is room, else to memory of the host.
+    """Copies slices: to the device while there is room, else to host memory.
 
-    On a GPU it has a stream of its own, so steps go on meanwhile."""
+    On a GPU it has its own stream, so steps continue meanwhile."""
 
     def __init__(self, device: torch.device, room: int) -> None:
         """`room` has the bytes of the device that the memory plan keeps for updates."""
         self.device, self._room = device, room
-        self._used, self._lock = 0, threading.Lock()  # bytes of the device
+        self._used, self._lock = 0, threading.Lock()  # device bytes
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._uploader: Uploader | None = None
@@ -78,14 +78,14 @@ class StagingMemory:
             self._used -= size
 
     def on_host(self, slices: SliceSet) -> SliceSet:
-        """Copies in plain memory of the host, in place of these ones."""
+        """Return copies in plain host memory, which replace these slices."""
         self.release(slices)
         moved = {name: [each._replace(values=each.values.cpu()) for each in own] for name, own in slices.of.items()}
         return replace(slices, of=moved)
 
 
 class Stage:
-    """The tensors of one part of an update, before all of them have arrived."""
+    """The tensors of an update's part, before all have arrived."""
 
     def __init__(self, tensors: ModelTensors, memory: StagingMemory, check: Callable[[], None]) -> None:
         """`check` raises CallboardError if the update was dropped."""

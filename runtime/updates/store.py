@@ -1,11 +1,11 @@
-"""WeightStore: the weights of the last update in a folder of the node, for runners that start again.
+"""WeightStore: the last update's weights in a folder on the node, for runners that start again.
 
-    state.json                          version, fingerprint of the checkpoint, and the files of each rank
+    state.json                          version, the checkpoint's fingerprint, and each rank's files
     00000003-<identity>-1of2.weights    slices of rank 1 that update 3 brought
     .lock                               held while the others change
 
-A version is there when all ranks have its file. The rank that finds it complete replaces state.json. Several engines
-of an application share the folder: engines with the same identity write equal files, and the highest serial wins."""
+A version is there when all ranks have its file. The rank that finds it complete replaces state.json. An application's
+engines share the folder: engines with the same identity write equal files, and the highest serial wins."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class WeightStore:
             return None
 
     def write(self, version: WeightVersion, layers: list[StoredSlices], newest: SliceSet) -> list[StoredSlices]:
-        """Store a version: the slices of older updates, which have files, and the newest.
+        """Store a version: the slices from older updates, which have files, and the newest.
 
-        Returns the layers of the version: older ones that are not shadowed, and the newest as a mapped file. Raises
+        Returns the version's layers: older ones that are not shadowed, and the newest as a mapped file. Raises
         CallboardError if the folder cannot be written."""
         name = self._name(version, self._shard.rank)
         unfinished = self._folder / f"{name}.{uuid.uuid4().hex}{_UNFINISHED}"

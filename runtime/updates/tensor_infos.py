@@ -1,4 +1,4 @@
-"""Checks of the lists that announce tensors, with the sizes of their types. Errors name the field of the request."""
+"""Checks of the lists that announce tensors, with their types' sizes. Errors name the request's field."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
-MAX_TENSORS = 1 << 20  # of a part
+MAX_TENSORS = 1 << 20  # tensors in a part
 MAX_NAME = 1024  # characters
 MAX_DIMS = 8
-MAX_BYTES = 1 << 44  # of a tensor, and of a part
+MAX_BYTES = 1 << 44  # size of a tensor, and of a part
 
 
 def num_bytes(tensor: TensorInfo) -> int:

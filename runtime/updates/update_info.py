@@ -1,13 +1,13 @@
-"""The bodies of weight updates over HTTP, as parts. The names of the fields are vLLM's (0.32).
+"""Weight updates' HTTP bodies, as parts. The field names are vLLM's (0.32).
 
     | update_info | part |
     | --- | --- |
     | names, dtype_names, shapes | the trainer broadcasts these tensors to its NCCL group |
-    | the same and ipc_handles: one dict for each tensor | tensors in GPU memory, by the UUID of the GPU |
-    | the same, ipc_handles: one dict, tensor_sizes | tensors end to end in a buffer of uint8 |
-    | paths | safetensors files, or folders of them |
+    | the same and ipc_handles: one dict for each tensor | tensors in GPU memory, by the GPU's UUID |
+    | the same, ipc_handles: one dict, tensor_sizes | tensors end to end in a uint8 buffer |
+    | paths | safetensors files, or folders with such files |
 
-A list of them is an update in several parts.
+A list is an update in several parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.base.weight_parts import BroadcastPart, FilesPart, GroupInfo, IpcPa
 from runtime.updates.tensor_infos import integer, list_field, num_bytes, shown, tensor_infos, text
 from runtime.updates.transports import ipc_handles
 
-MAX_PARTS = 4096  # of one request
+MAX_PARTS = 4096  # parts in one request
 MAX_BUFFER_BYTES = 1 << 36
 MAX_BUFFERS = 16
 MAX_WORLD = 1 << 16
@@ -138,7 +138,7 @@ def group_of_init_info(init_info: object, rank_offset: int) -> GroupInfo:
 
 
 def _rendezvous(info: dict[str, Any]) -> tuple[str, int, bytes]:
-    """The address and port of a store, or the id of a group without one."""
+    """A store's address and port, or the id of a group without a store."""
     fields = [field for field in ("master_address", "master_port") if field in info]
     if "nccl_unique_id_b64" not in info:
         if len(fields) < 2:
@@ -162,7 +162,7 @@ def _rendezvous(info: dict[str, Any]) -> tuple[str, int, bytes]:
 
 
 def _handles(given: object, tensors: list[TensorInfo], where: str, *, packed: bool) -> dict[str, list[Any]]:
-    """The handles of one tensor or buffer, by the UUIDs of GPUs."""
+    """One tensor's or buffer's handles, by GPU UUID."""
     if not isinstance(given, dict) or not 1 <= len(given) <= ipc_handles.MAX_GPUS:
         raise CallboardError(f"{where} is {shown(given)}; send an object from the UUID of a GPU to a handle.")
     handles = {}

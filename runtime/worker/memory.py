@@ -211,15 +211,13 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     if numerics.backend == "triton":
         expanded = 0 if spec.latent is None else 3 * MOST_EXPANDED * size
         return activations + logits + expanded + NUM_TABLES * vocab_size * 4
-    mask = (
-        min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
-    )  # layers with a window have a second mask
-    row = max(heads * dim for heads, dim in map(spec.heads, range(spec.num_layers)))
-    gathered = (
-        max(max_model_len, MAX_GATHERED) * 2 * (row if spec.latent is None else spec.latent.stored) * 4
-    )  # in fp32
+    attentions = spec.attentions.values()
+    num_masks = 2 if any(mixer.window for mixer in attentions) else 1  # layers with a window have a second mask
+    mask = min(tokens, max_model_len) * max_model_len * size * num_masks
+    row = max(mixer.cached.num_kv_heads * mixer.cached.head_dim for mixer in attentions)
+    gathered = max(max_model_len, MAX_GATHERED) * 2 * row * 4  # in fp32
     if spec.latent is not None:  # k and v of some heads, which are computed from latents
-        of_head = spec.latent.expanded + spec.head_dim
+        of_head = spec.latent.expanded + spec.latent.head_dim
         gathered += max(MAX_EXPANDED, max_model_len * of_head) * 4
     return activations + logits + mask + 2 * gathered
 
@@ -247,14 +245,11 @@ def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
-    layers = range(spec.num_layers)
-    attending = 2 * max((spec.num_heads + 2 * heads) * dim for heads, dim in map(spec.heads, layers))
-    if (latent := spec.latent) is not None:  # q, queries over latents, their results, and values
-        of_head = spec.head_dim + 2 * latent.rank + latent.value_dim
-        attending = 2 * (latent.q_rank + latent.stored) + spec.num_heads * of_head
-    ffn = 3 * max(map(spec.ffn_size_of, layers))
+    attending = max(layer.mixer.activations for layer in spec.layers)
+    ffn = 3 * max(layer.ffn.size for layer in spec.layers)
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
-        ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
+        beside = max(layer.ffn.beside for layer in spec.layers)
+        ffn = max(3 * beside, spec.experts.choices * (ffn + 2 * spec.hidden_size))
     inputs = 2 * spec.num_layers * spec.layer_embed_size
     rows = tokens * (4 * spec.hidden_size + attending + ffn + inputs) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves

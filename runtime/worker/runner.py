@@ -80,7 +80,7 @@ class ModelRunner:
         self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
-        if is_draft and self.spec.mixer is not None:
+        if is_draft and self.spec.states is not None:
             raise CallboardError(
                 f"The draft model {config.model} has recurrent states, which cannot take back tokens; choose a draft "
                 "with attention in all layers, or draft=ngram."

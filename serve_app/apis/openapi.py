@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the routes of an application."""
+"""The OpenAPI 3.1 document of an application's routes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ERRORS = {
     503: "The server is loading, draining or recovering, or its disk fails.",
     504: "A deadline of the server has passed.",
 }
-_ANY = (405, 431, 500)  # statuses of every route
+_ANY = (405, 431, 500)  # every route's statuses
 _ERROR_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 _PATH_PARAMETERS = {
     "model": "It may hold slashes.",
@@ -68,7 +68,7 @@ def document(routes: Iterable[object], settings: HttpSettings) -> dict[str, Any]
 
 
 def _schemas(operations: list[Operation]) -> dict[str, Any]:
-    """Return the schemas of requests, from the models that check them, and of answers, by their names."""
+    """Return the schemas by name: requests', from the models that check them, and answers'."""
     used = (a for op in operations for a in (op.answer, *op.others, op.unready, op.error))
     answers = {_named(answer) for answer in used if answer is not None}
     requests = {model for op in operations for model in (*op.requests, op.form) if model is not None}
@@ -113,7 +113,7 @@ def _described(path: str, op: Operation, settings: HttpSettings) -> dict[str, An
 
 
 def _parameters(path: str, op: Operation) -> list[dict[str, Any]]:
-    """Return the parameters of a path and of its query."""
+    """Return the parameters of a path and its query."""
     schema = {"type": "string", "minLength": 1}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "description": _PATH_PARAMETERS[name], "schema": schema}
@@ -126,7 +126,7 @@ def _parameters(path: str, op: Operation) -> list[dict[str, Any]]:
 
 
 def _json(*models: Any) -> dict[str, Any]:
-    """Return the content of one of these models, or of lists of them."""
+    """Return the content: one of these models, or a list."""
     refs: list[dict[str, Any]] = []
     for model in models:
         ref = {"$ref": f"{_REF}{_named(model).__name__}"}

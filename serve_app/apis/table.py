@@ -1,4 +1,4 @@
-"""All APIs: a new one is a folder beside this file and a line in `api_routes`."""
+"""All APIs: a new one is a folder next to this file and a line in `api_routes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `callboard bench`: levels of load one after another, each with prompts of its own."""
+"""One run of `callboard bench`: load levels one after another, each with its own prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import RandomPrompts, prompts_of
 from serve_app.bench.report import draw, report
 
-_SHOW_S = 0.2  # between two looks at the progress
+_SHOW_S = 0.2  # seconds between two looks at the progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class LoadPlan:
 
     levels: list[float]
     is_rate: bool
-    num_requests: int | None  # of each level
-    seconds: float | None  # in which a level's requests are sent
+    num_requests: int | None  # requests in each level
+    seconds: float | None  # time in which a level's requests are sent
     prompt_tokens: int
     output_tokens: int
     shared_prefix: int  # tokens before the prompt that all requests have in common
@@ -122,7 +122,7 @@ async def _run(client: Client, plan: LoadPlan, prompts: RandomPrompts) -> tuple[
 async def _play(
     client: Client, plan: LoadPlan, level: float, prompts: RandomPrompts, rng: np.random.Generator, seen: list[Turn]
 ) -> None:
-    """Send the requests of one level. `seen` gets each of them as it is sent."""
+    """Send one level's requests. `seen` gets each as it is sent."""
 
     async def ask(turn: Turn) -> None:
         seen.append(turn)
@@ -145,7 +145,7 @@ async def _play(
 
 @asynccontextmanager
 async def _shown(plan: LoadPlan, level: float, seen: list[Turn]) -> AsyncIterator[None]:
-    """Show the progress of a level in one line of a terminal."""
+    """Show a level's progress in one terminal line."""
     if not sys.stderr.isatty():
         yield
         return

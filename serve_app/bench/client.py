@@ -1,6 +1,6 @@
-"""A client of OpenAI-compatible servers that records when each event of a stream arrives.
+"""A client for OpenAI-compatible servers that records when each stream event arrives.
 
-One process reads all streams, so the client parses HTTP/1.1 itself and decodes only the fields of an event it needs.
+One process reads all streams, so the client parses HTTP/1.1 itself and decodes only the event fields it needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from runtime.base.types import CallboardError
 
-_TIMEOUT_S = 10.0  # of a request that generates nothing
+_TIMEOUT_S = 10.0  # limit for a request that generates nothing
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class Turn:
     max_tokens: int
     pause: float = 0.0  # before it, after the session's last turn has ended
     sent: float = 0.0
-    events: list[float] = field(default_factory=list)  # arrivals of events with output
+    events: list[float] = field(default_factory=list)  # arrival times of events with output
     ended: float = 0.0  # 0 unless the answer is complete
-    num_tokens: int = 0  # of output
+    num_tokens: int = 0  # output tokens
     num_prompt_tokens: int = 0  # 0 if the server does not report them
-    num_cached_tokens: int = 0  # of the prompt, from the server's prefix cache
+    num_cached_tokens: int = 0  # prompt tokens from the server's prefix cache
     error: str = ""
 
 
@@ -90,7 +90,7 @@ def _error_message(body: bytes) -> str:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time over HTTP/1.1, with a body of chunks, of a known length, or until the connection ends."""
+    """One request at a time over HTTP/1.1, with a chunked body, a known length, or until the connection ends."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -100,7 +100,7 @@ class _Connection(asyncio.Protocol):
         """Send a request; the future is done when its answer is complete, or has failed."""
         self._turn, self._done = turn, asyncio.get_running_loop().create_future()
         self._status, self._unread, self._line, self._body = 0, b"", b"", b""
-        self._left: int | None = None  # bytes of the body; None unless its length is known
+        self._left: int | None = None  # body bytes; None unless their number is known
         self._chunked = self._saw_done = False
         self.has_answer = False
         turn.sent = time.perf_counter()
@@ -267,7 +267,7 @@ class Client:
             return
 
     def count_tokens(self, text: str, add_special_tokens: bool) -> int | None:
-        """The number of tokens of a text by the server's tokenizer; None without a /tokenize route."""
+        """A text's number of tokens by the server's tokenizer; None without a /tokenize route."""
         body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": add_special_tokens}
         try:
             answer = self._json("/tokenize", body)

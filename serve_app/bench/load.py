@@ -49,7 +49,7 @@ async def play_streams(turns: Iterator[Turn], num_streams: int, seconds: float |
 
 
 def arrivals(rng: np.random.Generator, rate: float, count: int | None, seconds: float | None) -> list[float]:
-    """Times of a Poisson process of `rate` a second: `count` of them, those before `seconds`, or the fewer of both."""
+    """Poisson arrival times at `rate` a second: `count` times, the times before `seconds`, or the fewer of both."""
     times: list[float] = []
     at = 0.0
     while (count is None or len(times) < count) and (seconds is None or at < seconds):

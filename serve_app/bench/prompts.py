@@ -1,4 +1,4 @@
-"""Random prompts of a given number of tokens, made of words that are one token each."""
+"""Random prompts with a given number of tokens, made from words that are one token each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Count = Callable[[str], int | None]
 
 @dataclass(slots=True)
 class RandomPrompts:
-    """Prompts of `length` words after a prefix that all of them share."""
+    """Prompts with `length` words after a prefix that all share."""
 
     words: list[str]
     prefix: list[str]
@@ -35,9 +35,9 @@ class RandomPrompts:
 
 
 def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator) -> tuple[RandomPrompts, bool]:
-    """Prompts of `length` tokens after `shared` common ones, and whether a tokenizer has counted them.
+    """Prompts with `length` tokens after `shared` common ones, and whether a tokenizer has counted them.
 
-    `count` returns the tokens of a text, or None without a tokenizer: then a word is taken for a token.
+    `count` returns a text's tokens, or None without a tokenizer: then a word is taken for a token.
     """
     words = single_tokens(WORDS, count)
     is_counted = len(words) >= _FEWEST
@@ -45,7 +45,7 @@ def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator)
         words = WORDS
     prompts = RandomPrompts(words, _draw(words, shared, rng), length)
     if is_counted and (total := count(prompts.draw(rng))) is not None:
-        prompts.length = max(1, length - (total - length - shared))  # for a token that begins each prompt
+        prompts.length = max(1, length - (total - length - shared))  # minus a token that begins each prompt
     return prompts, is_counted
 
 

@@ -1,4 +1,4 @@
-"""The report of `callboard bench`: a table of one level, or a line a level with a plot of throughput and latency."""
+"""The report of `callboard bench`: one level's table, or a line a level with a plot of throughput and latency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.base.types import CallboardError
 
-_LATENCIES = {  # by the names of the figures
+_LATENCIES = {  # key: the figure's name
     "ttft_ms": "time to first token (TTFT)",
     "itl_ms": "inter-token latency (ITL)",
     "tpot_ms": "time per output token (TPOT)",
@@ -20,7 +20,7 @@ _RATES = {
     "output_tokens_per_s": "output tokens/s",
 }
 _STATISTICS = ("mean", "p50", "p90", "p99")
-_COLUMNS = {  # of the table of several levels
+_COLUMNS = {  # columns when there are several levels
     "req/s": ("requests_per_s", None),
     "in tok/s": ("input_tokens_per_s", None),
     "out tok/s": ("output_tokens_per_s", None),
@@ -31,7 +31,7 @@ _COLUMNS = {  # of the table of several levels
     "latency p50": ("latency_ms", "p50"),
     "latency p99": ("latency_ms", "p99"),
 }
-_WIDTH, _HEIGHT = 60, 12  # of a plot in characters
+_WIDTH, _HEIGHT = 60, 12  # a plot's size in characters
 
 
 def report(about: dict[str, Any], levels: list[dict[str, Any]]) -> str:

@@ -11,16 +11,16 @@ from typing import Any
 from runtime.base.types import CallboardError
 
 _MODEL = "model"  # the positional argument
-_MODELS = "models"  # a list of models with flags of their own
+_MODELS = "models"  # a list of models with their own flags
 _NOT_IN_FILES = ("config", "help")
 
 
 def read_words(
     path: str, flags: Mapping[str, argparse.Action], of_models: Collection[str] = ()
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the words of a command line with the values of a file, and the words of each entry in `models`.
+    """Return a command line's words with a file's values, and the words for each entry in `models`.
 
-    `flags` are the flags of the command by name; entries may have `of_models`. Raises CallboardError if the file cannot
+    `flags` are the command's flags by name; entries may have `of_models`. Raises CallboardError if the file cannot
     be read, or if it has an unknown name."""
     found = _read(path)
     entries = found.pop(_MODELS, []) if of_models else []

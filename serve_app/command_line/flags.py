@@ -1,4 +1,4 @@
-"""Flags that several commands share: their declarations, the reading of values, and the settings made of them."""
+"""Flags that several commands share: how they are declared and read, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) 
 
 
 def add_flags(parser: argparse.ArgumentParser, *classes: type) -> None:
-    """Add a flag for each field of dataclasses of settings, except the model, to the group of its subject."""
+    """Add a flag for each field in settings dataclasses, except the model, to its subject's group."""
     settings = {f.name: (f, kind, HOME[each]) for each in classes for f, kind in _typed_fields(each)}
     listed = {name for subject in SUBJECTS.values() for name in subject.names}
     for title, subject in SUBJECTS.items():
@@ -139,9 +139,9 @@ def whole_or_auto(text: str) -> int | None:
 
 
 def keys_of_environment() -> tuple[str, ...]:
-    """Return the API keys of $CALLBOARD_API_KEY, separated by commas.
+    """Return the API keys in $CALLBOARD_API_KEY, separated by commas.
 
-    Other users can read the command line of a process, but not its environment."""
+    Other users can read a process's command line, but not its environment."""
     return tuple(key for text in os.environ.get(API_KEY, "").split(",") if (key := text.strip()))
 
 
@@ -164,13 +164,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def values(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """Return the given values of the fields of a dataclass of settings."""
+    """Return the values that were given for a settings dataclass."""
     values = {f.name: getattr(args, f.name) for f in fields(settings)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
 
 
 def http_settings(args: argparse.Namespace) -> HttpSettings:
-    """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
+    """Raises CallboardError if a value is out of range or the key file cannot be read."""
     given = {"api_key": keys_of_environment()} | values(args, HttpSettings)
     settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):

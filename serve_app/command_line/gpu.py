@@ -33,7 +33,7 @@ def missing_gpu() -> str | None:
 
 
 def _torch_has_no_cuda() -> bool:
-    """Read this from torch's file of versions: an import of torch takes seconds."""
+    """Read this from torch's version file: importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""The parser of each command: a short help, more help by subject, and errors of two lines with the nearest name."""
+"""Each command's parser: a short help, more help by subject, and two-line errors with the nearest name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from serve_app.command_line.config_file import read_words
 
 _WIDTH = 80
 _DEFAULT = "(default: "
-_COLUMN = 28  # where the text of a flag begins in the short help
+_COLUMN = 28  # where a flag's text begins in the short help
 _STOP = "Ctrl-C in the terminal of `callboard serve` ends a server"
 _PATH = "a model is a name, a folder or a file, which `callboard serve` takes as it is"
-_OTHER_NAMES = {  # commands of other programs, with ours for the same thing or a sentence
+_OTHER_NAMES = {  # other programs' commands, with ours for the same thing or a sentence
     "run": "chat or serve", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate",
     "show": "inspect", "info": "inspect", "list": "ls", "check": "doctor", "benchmark": "bench", "download": "pull",
     "remove": "rm", "delete": "rm", "help": "--help", "version": "--version", "stop": _STOP, "kill": _STOP,
@@ -40,9 +40,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The flags of a command.
+    """A command's flags.
 
-    `most_used` has the flags of the short help, each with a few words. The name of its value may follow a flag. A
+    `most_used` has the flags in the short help, each with a few words. The name of its value may follow a flag. A
     command without them shows all its flags."""
 
     def __init__(
@@ -120,14 +120,14 @@ class CommandParser(argparse.ArgumentParser):
 
         if not (names := "|".join(sorted(fields, key=len, reverse=True))):
             return sentence
-        # A name of one word is a field only where it has a value.
+        # A one-word name is a field only where it has a value.
         name = rf"(?<![\w./'\"-])(?P<name>{names})(?!\w|\.\w)"
         sentence = re.sub(rf"{name}=(?P<value>[\w.]*\w)", flag, sentence)
         sentence = re.sub(rf"^{name}(?P<value>)(?= (?:is|has) )", flag, sentence)
         return re.sub(rf"(?=\w+_){name}(?P<value>)", flag, sentence)
 
     def _with_file(self, found: argparse.Namespace, words: list[str]) -> argparse.Namespace:
-        """Return the values of the command line, then of `--config FILE`, then the defaults."""
+        """Return the values from the command line, then from `--config FILE`, then the defaults."""
         source = f", in {found.config}"
         try:
             common, entries = read_words(found.config, self.flags(), self._of_models)
@@ -141,7 +141,7 @@ class CommandParser(argparse.ArgumentParser):
     def _given(self, words: list[str], source: str = "") -> argparse.Namespace:
         """Return the values that `words` give, without defaults."""
         defaults = [(action, action.default) for action in self._actions]
-        of_parser, self._defaults = self._defaults, {}
+        parser_defaults, self._defaults = self._defaults, {}
         self._source = source
         try:
             for action in self._actions:
@@ -150,7 +150,7 @@ class CommandParser(argparse.ArgumentParser):
         finally:
             for action, default in defaults:
                 action.default = default
-            self._defaults, self._source = of_parser, ""
+            self._defaults, self._source = parser_defaults, ""
 
     def _explain(self, what: str) -> NoReturn:
         """Print the flags of a subject, one flag, or those with `what` in their names."""
@@ -270,7 +270,7 @@ def _metavar(action: argparse.Action) -> str:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """`name` with its text beside it, or below if it is long."""
+    """`name` with its text next to it, or below if it is long."""
     lines = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
     head = f"  {name:<{_COLUMN - 4}}"
     if len(head) > _COLUMN - 2:

@@ -1,6 +1,6 @@
-"""The subjects of flags, as `--help=SUBJECT` shows them, with the settings of each.
+"""The flags' subjects, as `--help=SUBJECT` shows them, with each subject's settings.
 
-A setting without a subject in this table belongs to the one of its class in `HOME`."""
+A setting without a subject in this table belongs to its class's subject in `HOME`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.settings import HttpSettings, ScalingSettings
 
 
 class Subject(NamedTuple):
-    """The description of a subject, and the names of its settings."""
+    """A subject's description, and the names of its settings."""
 
     about: str
     names: tuple[str, ...] = ()
@@ -77,4 +77,4 @@ SUBJECTS = {
     "sampling": Subject("how tokens are chosen"),
 }  # fmt: skip
 
-HOME = {EngineConfig: "engine", ScalingSettings: "scaling", HttpSettings: "http"}  # of the other settings
+HOME = {EngineConfig: "engine", ScalingSettings: "scaling", HttpSettings: "http"}  # subjects of the other settings

@@ -11,7 +11,7 @@ from typing import Any
 from serve_app.command_line.flags import add_client_key, client_key, positive, seconds
 
 _CONCURRENCY = 4
-_SECONDS = 30.0  # where neither a number of requests nor of seconds is given
+_SECONDS = 30.0  # default without a number of requests and seconds
 
 
 def add_parser(commands: Any) -> None:

@@ -60,8 +60,8 @@ def add_parser(commands: Any) -> None:
     http = group_of(parser, "http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     http.add_argument("-p", "--port", type=port, default=8000, metavar="N", help="port to listen on")
-    of_models = [f.name for each in (EngineConfig, ScalingSettings) for f in fields(each)]
-    parser.add_config_file(["served_model_name", *of_models])
+    model_fields = [f.name for each in (EngineConfig, ScalingSettings) for f in fields(each)]
+    parser.add_config_file(["served_model_name", *model_fields])
     fronts = "front replicas that share the engines; default: one per 4 CPUs, at most 4"
     group_of(parser, "scaling").add_argument("--num-fronts", type=positive, metavar="N", help=fronts)
     add_flags(parser, EngineConfig, ScalingSettings, HttpSettings)
@@ -105,7 +105,7 @@ def _model(args: argparse.Namespace) -> tuple[EngineConfig, tuple[str, ...], Sca
 
 
 def _check_together(config: EngineConfig, http: HttpSettings, host: str) -> None:
-    """Raise CallboardError for settings of a model and of the server that do not fit together."""
+    """Raise CallboardError for model and server settings that do not fit together."""
     if config.weight_updates:
         http.check_weight_updates(host)
     if http.lora_folder is not None and not config.max_loras:

@@ -27,7 +27,7 @@ _PROBES = frozenset({"/health", "/ping", "/ready"})
 # Load balancers lack keys. The page holds no secret, and it must load before a user can enter a key.
 _OPEN_PATHS = _PROBES | {route.path for route in PAGE_ROUTES}
 _MAX_ID_CHARS = 128
-_OWNER_CHARS = 16  # of a key's digest; enough to distinguish keys
+_OWNER_CHARS = 16  # characters of a key's digest; enough to distinguish keys
 # The public name service has neither names below these nor names without a dot.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal")
 _SLASHES = re.compile("/{2,}")

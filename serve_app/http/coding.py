@@ -11,12 +11,12 @@ from serve_app.protocol.errors import UNKNOWN_CODING, ApiError
 
 _PIECE_BYTES = 64 << 10  # decoded at once on the event loop
 _GZIP_OR_ZLIB, _RAW = 47, -15  # zlib's wbits; some clients send deflate without zlib's header
-_HEAD_BYTES = 2  # of zlib's header, which is absent from raw deflate
+_HEAD_BYTES = 2  # zlib's header, which is absent from raw deflate
 _CODINGS = {b"gzip", b"x-gzip", b"deflate"}
 
 
 def codings_of(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the content codings of a request in the order of their use, without identity."""
+    """Return a request's content codings in the order of use, without identity."""
     names = b",".join(value for name, value in headers if name == b"content-encoding").lower().split(b",")
     return [name.strip() for name in names if name.strip() not in (b"", b"identity")]
 

@@ -1,4 +1,4 @@
-"""Threads for long CPU work of requests, and for work that waits for a child process.
+"""Threads for requests' long CPU work, and for work that waits for a child process.
 
 A computing thread takes Python's lock from the event loop for some milliseconds at a time, so each lane has few
 threads. Owners of waiting work take turns, so one client's requests do not delay other clients.
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 _MAX_WAITING_BYTES = 256 << 20  # bodies in waiting work, for each owner
 _BUSY_RETRY_S = 1.0
-_MANY_QUOTES = 128  # a sign of many prompts, which cost more than their lengths
+_MANY_QUOTES = 128  # a sign that there are many prompts, which cost more than their lengths
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +35,15 @@ class _Waiting:
 
 
 class Lane:
-    """Threads for work of one kind. Any number of event loops may share it."""
+    """Threads for one kind of work. Any number of event loops may share it."""
 
     def __init__(self, name: str, num_threads: int, max_bytes: int = _MAX_WAITING_BYTES) -> None:
         """`max_bytes` limits the waiting work of one owner; all owners have four times as much."""
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by owner
-        self._num_bytes: Counter[str] = Counter()  # by owner
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # waiting work by owner
+        self._num_bytes: Counter[str] = Counter()  # waiting bytes by owner
 
     async def run(self, owner: str, work: Callable[[], _T], num_bytes: int = 0) -> _T:
         """Return the result of `work`, which a thread runs at its owner's turn. Cancellation removes waiting work.
@@ -79,7 +79,7 @@ class Lane:
             owner, works = self._waiting.popitem(last=False)
             waiting = works.popleft()
             if works:
-                self._waiting[owner] = works  # at the end, after the other owners
+                self._waiting[owner] = works  # placed after the other owners
         if (work := self._remove(owner, waiting)) is None or not waiting.done.set_running_or_notify_cancel():
             return
         try:

@@ -1,4 +1,4 @@
-"""The limits of one request: the size and kind of its body, its counts, its time."""
+"""One request's limits: its body's size and kind, its counts, its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_app.protocol.errors import ApiError
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.settings import HttpSettings
 
-# Shorter bodies take a few milliseconds to parse, render and tokenise; token ids take less than the start of a thread.
+# Shorter bodies take a few milliseconds to parse, render and tokenise; token ids take less than a thread's start.
 # Fields that a template indents may take longer. JSON may spell their names with escapes.
 _LONG_BODY_BYTES, _LONG_IDS_BYTES = 8 << 10, 16 << 10
 _WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|tool_use|chat_template_kwargs)"|\\u')
@@ -33,10 +33,10 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     """Return the bytes of a request's JSON, or None if the client left before their end.
 
     Raises ApiError for a body that is not declared as JSON, is too long or too slow, or exceeds the front's limit for
-    all bodies. A Content-Length is checked before the body is read. Browsers send other types than JSON from pages of
-    any site without a preflight request."""
+    all bodies. A Content-Length is checked before the body is read. Browsers send other types than JSON from
+    any site's pages without a preflight request."""
     max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
-    bodies: BodyBytes | None = scope.get("bodies")  # None for a request of a batch, which is complete
+    bodies: BodyBytes | None = scope.get("bodies")  # None for a batch's request, which is complete
     headers = dict(scope["headers"])
     kind, _, parameters = headers.get(b"content-type", b"").lower().partition(b";")
     kind = kind.strip()
@@ -77,7 +77,7 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
 
 
 class BodyBytes:
-    """The bytes of incomplete request bodies, of each API key and in all."""
+    """The bytes in incomplete request bodies, for each API key and in all."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._most, self._most_per_key = settings.max_unread_bytes, settings.max_unread_bytes_per_key
@@ -85,7 +85,7 @@ class BodyBytes:
         self._num_bytes = 0
 
     def add(self, owner: str, num_bytes: int) -> None:
-        """Count more of a body. Raises the 429 of a limit without counting."""
+        """Count more of a body. Raises a limit's 429 without counting."""
         of_owner = self._by_owner.get(owner, 0) + num_bytes
         for what, count, most, limit in (
             ("Your API key sends", of_owner, self._most_per_key, "max_unread_bytes_per_key"),

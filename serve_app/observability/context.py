@@ -19,12 +19,12 @@ class RequestContext:
 
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
-    model: str = ""  # name of the model or adapter; empty until the body is parsed
+    model: str = ""  # model or adapter name; empty until the body is parsed
     method: str = ""
-    path: str = ""  # within the application; empty for a call by a Serve handle
-    ignored_fields: list[str] = field(default_factory=list)  # of its body
-    error: str = ""  # reason of a refusal or failure
-    has_line: bool = False  # in the request log
+    path: str = ""  # path within the application; empty for a call by a Serve handle
+    ignored_fields: list[str] = field(default_factory=list)  # ignored fields in its body
+    error: str = ""  # why it was refused or failed
+    has_line: bool = False  # the request log has its line
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
@@ -45,7 +45,7 @@ class ChoiceStats:
     """The figures of one engine request, as this front measures them."""
 
     request: Request
-    adapter: str = ""  # name of its adapter; empty for the model itself
+    adapter: str = ""  # its adapter's name; empty for the model itself
     engine: str = ""  # id of the engine that serves it; empty until one is chosen
     num_output: int = 0
     num_cached: int = 0
@@ -54,8 +54,8 @@ class ChoiceStats:
     prefill_s: float = 0.0
     first_at: float = 0.0  # when the engine sampled the first token; 0 without one
     last_at: float = 0.0
-    reason: str = "abort"  # of its end; "abort" unless another one is set
-    refusal: str = ""  # reason of a refusal by the engines
+    reason: str = "abort"  # why it ended; "abort" unless another reason is set
+    refusal: str = ""  # why the engines refused it
 
     def moved_to(self, engine: str) -> None:
         self.engine = engine

@@ -12,11 +12,11 @@ from prometheus_client.exposition import generate_latest
 
 from actors.wire.metrics import METRICS, Snapshot
 
-_OLDER_NAMES = {  # of vLLM's metrics, which some dashboards still read
+_OLDER_NAMES = {  # vLLM metric names that some dashboards still read
     "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }
-_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # states by sleep level
 
 
 def exposition(models: Mapping[str, Mapping[str, Snapshot]]) -> bytes:

@@ -1,6 +1,6 @@
-"""The way of request lines from the fronts to the terminal and the file of `callboard serve`.
+"""How request lines reach the terminal and the file of `callboard serve` from the fronts.
 
-A front is a process of Ray, without a terminal, and may be killed. So it writes each line at once to a named pipe,
+A front is a Ray process, without a terminal, and may be killed. So it writes each line at once to a named pipe,
 which the command's own process reads. A line of up to PIPE_BUF bytes reaches the pipe whole or not at all. A front
 never waits for room: it drops a line instead, and reports how many it has dropped.
 """
@@ -22,10 +22,10 @@ from pathlib import Path
 from runtime.loading.resolve import cache_folder
 from serve_app.observability.request_line import to_serve_log
 
-VARIABLE = "CALLBOARD_REQUEST_PIPE"  # of the environment: the path of the pipe
-_PIPE_BYTES = 1 << 20  # some thousand lines, for the time in which the terminal takes none
+VARIABLE = "CALLBOARD_REQUEST_PIPE"  # environment variable with the pipe's path
+_PIPE_BYTES = 1 << 20  # some thousand lines, while the terminal takes none
 _FILE_BYTES = 64 << 20  # then the file becomes the older one of two
-_LAST_S = 2.0  # for the last lines when the command ends
+_LAST_S = 2.0  # time for the last lines when the command ends
 _END = b"\0\n"
 
 
@@ -59,7 +59,7 @@ class RequestPipe:
         self.file = cache_folder() / "logs" / f"{host}:{port}.log"
         self.fault = ""  # why the file cannot be written
         os.mkfifo(self.path, 0o600)
-        self._pipe = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)  # with a writer of its own, the pipe never ends
+        self._pipe = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)  # the pipe never ends, since it has its own writer
         with suppress(OSError):  # more than this user may have
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._log: RotatingFileHandler | None = None
@@ -115,7 +115,7 @@ def opened_pipe(folder: str, host: str, port: int, wanted: bool) -> Iterator[Req
 
 
 def line_writer() -> Callable[[str], None]:
-    """What writes the lines of this front: to the pipe of `callboard serve`, else to the replica's log."""
+    """Return the writer for this front's lines: to the pipe of `callboard serve`, else to the replica's log."""
     if (path := os.environ.get(VARIABLE)) is not None:
         with suppress(OSError):
             return PipeWriter(path)

@@ -1,7 +1,7 @@
-"""The figures of a front's requests, and their way to GET /metrics, the request log, spans and Ray's metrics.
+"""A front's request figures, and how they reach GET /metrics, the request log, spans and Ray's metrics.
 
 A front reads the clock when a request arrives, at its first token and at its end, never per token. Times that cross
-processes are seconds of the wall clock.
+processes are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RequestRecord:
 
 
 class ServiceMetrics:
-    """The metrics of one front by engine, and the exposition of the whole application."""
+    """One front's metrics by engine, and the exposition of the whole application."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self.model = client, model
@@ -67,7 +67,7 @@ class ServiceMetrics:
         self.lines: RequestLines | None = RequestLines(model)  # None without a request log
         self._sinks: list[RequestSink] = []
         self._ray: RayMetrics | None = None
-        self.counts_process = True  # one of a front's models has the figures of its process
+        self.counts_process = True  # one of a front's models reports its process's figures
         self._process, self._cpu_s = of_this_process("front"), 0.0  # reported CPU seconds
 
     def add_sink(self, sink: RequestSink) -> None:
@@ -104,7 +104,7 @@ class ServiceMetrics:
             self.lines.short(request_id, context, status)
 
     def _observe_prompts(self, choices: list[ChoiceStats], num_choices: int) -> None:
-        longest: dict[int, ChoiceStats] = {}  # of each prompt
+        longest: dict[int, ChoiceStats] = {}  # each prompt's longest choice
         for choice in choices:
             if not choice.refusal:
                 prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
@@ -119,7 +119,7 @@ class ServiceMetrics:
         request, figures = choice.request, self._pending[choice.engine]
 
         def observe(name: str, value: float) -> None:
-            figures.histogram(name).observe(max(value, 0.0))  # clocks of two machines may differ
+            figures.histogram(name).observe(max(value, 0.0))  # two machines' clocks may differ
 
         observe("callboard:ingress_seconds", submitted_at - arrived_at)
         if choice.refusal:
@@ -161,9 +161,9 @@ class ServiceMetrics:
     # ---- to the engines, and from them ------------------------------------------------------------------------------
 
     async def report(self) -> dict[str, Snapshot]:
-        """Send each engine its new figures, and return the snapshots of all engines.
+        """Send each engine its new figures, and return all engines' snapshots.
 
-        Figures for an unreachable engine wait for the next report. Figures of an ended engine, or of none, go to
+        Figures for an unreachable engine wait for the next report. Figures for an ended engine, or without one, go to
         another engine, so sums lose nothing."""
         memory: dict[str, float] = {}
         if self.counts_process:
@@ -198,6 +198,6 @@ class ServiceMetrics:
                     ray_metrics.clear_gauges(self._client.engines())
                 else:
                     await self.report()
-            except Exception as e:  # the counts of one second may be lost; the next report goes on
+            except Exception as e:  # one second's counts may be lost; the next report continues
                 if last != (last := f"{type(e).__name__}: {e}"):
                     logger.exception("metrics could not be reported")

@@ -28,14 +28,14 @@ class RayMetrics:
         self._tags = {"model_name": model, "ReplicaId": replica_id}
         self._metrics = {} if published is None else published
         self._last: dict[str, MetricValues] = {}  # last published figures by engine
-        self._gone: dict[str, None] = {}  # ended engines, in the order of their ends
+        self._gone: dict[str, None] = {}  # ended engines, the earliest first
 
     async def publish(self, engine: str, new: MetricValues) -> None:
         """Publish new counts."""
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
             if ":" not in name:
-                continue  # figures of processes and HTTP, which Ray and Serve have themselves
+                continue  # process and HTTP figures, which Ray and Serve have themselves
             label = METRICS[name].label
             if label and not METRICS[name].label_values:
                 continue  # labels with adapters' names, which Ray would store forever
@@ -46,8 +46,8 @@ class RayMetrics:
                 elif value > 0:
                     self._metric(name).inc(value, labelled)
         for name, histogram in new.histograms.items():
-            # Ray takes one observation at a time (2 us), so a busy second must not block streams. Observations of a
-            # bucket are sent as their mean, since Ray stores only buckets.
+            # Ray takes one observation at a time (2 us), so a busy second must not block streams. A bucket's
+            # observations are sent as their mean, since Ray stores only buckets.
             for count, total in zip(histogram.counts, histogram.sums, strict=True):
                 for i in range(count):
                     self._metric(name, histogram).observe(total / count, tags)

@@ -17,7 +17,7 @@ from serve_app.observability.context import ChoiceStats, RequestContext
 logger = logging.getLogger("ray.serve")
 
 _MAX_ERROR_CHARS = 300
-_MAX_NAMES = 16  # of ignored fields
+_MAX_NAMES = 16  # names of ignored fields
 _MAX_NAME_CHARS = 64
 _MAX_PATH_CHARS = 128
 _PLAIN = re.compile(r"[\w.,:/@+#$<>*-]+", re.ASCII)

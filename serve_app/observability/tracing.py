@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of each request, made at its end from the times that metrics measure.
+"""Each request's OpenTelemetry spans, made at its end from the times that metrics measure.
 
     llm_request              from arrival to the last token; child of the client's span, if it sent a traceparent
       queue, prefill, decode     one of each a choice, by the engine's own times

@@ -1,9 +1,9 @@
-"""The pages at `GET /` and `GET /docs`: static files of this folder. They send requests to this server only.
+"""The pages at `GET /` and `GET /docs`: static files in this folder. They send requests to this server only.
 
 `vendor` holds unchanged libraries (vendor/LICENSES.txt): markdown-it and Temml render a model's output to markup, and
 DOMPurify sanitizes it. The browser enforces that no other code makes markup.
 
-The routes work without an engine and without a key, so the page can show the phase of a start and a field for the key.
+The routes work without an engine and without a key, so the page can show a start's phase and a field for the key.
 """
 
 from __future__ import annotations

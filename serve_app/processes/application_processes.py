@@ -1,8 +1,8 @@
-"""The processes of a running application on this machine, for tests of failures and the doctor.
+"""A running application's processes on this machine, for failure tests and the doctor.
 
 The listener on the application's port leads to its Ray, and titles lead to its processes, all through /proc. Before
-each signal the process is checked again: it must belong to this user and that Ray session, and be an actor of
-Callboard.
+each signal the process is checked again: it must belong to this user and that Ray session, and be Callboard's
+actor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from serve_app.processes.process_tree import children_of_all
 from serve_app.settings import HttpSettings
 
 ROLES = ("engine", "runner", "draft", "supervisor", "front")
-_TITLE = re.compile(  # of Callboard's own actors (actors/ray/names.py), and of Serve's replicas
+_TITLE = re.compile(  # titles of Callboard's own actors (actors/ray/names.py) and Serve's replicas
     r"ray::(?:Callboard:(.+):(engine|runner|draft):(\w+)(?::(\d+))?|ServeReplica:(.+):(Engine|Front)\w*)(?:\W.*)?"
 )
 _REPLICA_LOG = re.compile(r"/logs/serve/replica_.*\.log")  # its name ends with the id, which is the engine's
@@ -35,12 +35,12 @@ class Process:
     """One process of an application."""
 
     role: str
-    engine: str  # id of its engine; empty for a front, "shared" for the draft of several engines
+    engine: str  # its engine's id; empty for a front, "shared" for a draft that several engines share
     pid: int
     application: str
     session: str
-    rank: int | None = None  # of a runner
-    log: str = ""  # file of its log
+    rank: int | None = None  # a runner's rank
+    log: str = ""  # its log file
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
@@ -111,7 +111,7 @@ def local_port(url: str) -> int:
 
 def listeners(port: int) -> list[int]:
     """Return this user's processes that listen on a port; raises CallboardError without a listener of this user."""
-    users: dict[str, int] = {}  # by inode
+    users: dict[str, int] = {}  # user by inode
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -126,7 +126,7 @@ def listeners(port: int) -> list[int]:
 
 
 def session_behind(port: int) -> str:
-    """Return the session folder of the Ray behind a port, of the listener's nearest ancestor with a Ray."""
+    """Return the session folder of the Ray behind a port: the listener's nearest ancestor with a Ray."""
     children = children_of_all()
     parents = {child: parent for parent, pids in children.items() for child in pids}
     raylets = {pid for pid in _own_processes() if _program(pid) == "raylet"}
@@ -177,9 +177,9 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 
 
 def processes_of(session: str, application: str | None = None) -> list[Process]:
-    """Return this user's processes of a Ray session, of one application or of all, by role, engine and rank.
+    """Return this user's processes in a Ray session, one application's or all, by role, engine and rank.
 
-    An empty session stands for all."""
+    An empty session means all."""
     found = []
     for pid in _own_processes():
         with suppress(OSError):  # it has ended
@@ -201,9 +201,9 @@ def the_application(wanted: str | None, session: str) -> str:
 
 
 def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
-    """Kill a random process of this role on this machine.
+    """Kill a random process with this role on this machine.
 
-    Raises CallboardError without one, or if clients of other machines could do this without a key."""
+    Raises CallboardError without one, or if clients on other machines could do this without a key."""
     from actors.ray.private import http_host
 
     settings.check_chaos(http_host())

@@ -24,7 +24,7 @@ from runtime.base.types import CallboardError
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 0.5  # `timeout` and others send a signal to a process and to its group
-_INTERRUPT_S = 1.0  # for the cleanup of a child that is not ready
+_INTERRUPT_S = 1.0  # time for cleanup in a child that is not ready
 _MAX_FAULT_CHARS = 300
 News = dict[str, str | bool]
 _KILL_S = 10.0  # some system calls delay a process's end
@@ -78,7 +78,7 @@ def run(work: Callable[[Parent], None], on_news: Callable[[News], None] = lambda
     and the third one kills the child. Raises CallboardError as `work` does, and if the child just ends, and
     KeyboardInterrupt."""
     strangers = _descendants()
-    # Orphaned descendants become children of this process, which can then find them.
+    # Orphaned descendants become this process's children, so that it can find them.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     (orders_out, orders), (news, news_in) = os.pipe(), os.pipe()
     with _signals() as (signals, restore_handlers):
@@ -143,7 +143,7 @@ def _interrupt(pid: int) -> None:
 def _be_child(work: Callable[[Parent], None], parent: Parent) -> NoReturn:
     try:
         os.setsid()  # Ctrl-C, a closed terminal and `timeout` reach the parent alone
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # for `_interrupt`, even if SIGINT was ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # `_interrupt` needs it, even if SIGINT was ignored
         try:
             work(parent)
             parent.send(done=True)
@@ -164,7 +164,7 @@ def _signals() -> Iterator[tuple[int, Callable[[], None]]]:
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -206,7 +206,7 @@ def children_of_all() -> dict[int, list[int]]:
 
 
 def children_named(*names: str) -> dict[int, str]:
-    """Return the state of each child of this process with one of these names, by its id: Z if it has ended."""
+    """Return the state of each of this process's children with these names, by id: Z if it has ended."""
     found = {}
     for pid in children_of_all().get(os.getpid(), []):
         with suppress(OSError):  # it has ended, and its end was waited for
@@ -224,7 +224,7 @@ def end_children(*names: str) -> None:
 
 
 def _descendants() -> set[int]:
-    """Return the ids of all descendants of this process."""
+    """Return the ids of this process's descendants."""
     children = children_of_all()
     found: set[int] = set()
     todo = [os.getpid()]

@@ -56,7 +56,7 @@ def logprob_entry(tokenizer: Tokenizer | None, as_ids: bool | None, logprobs: To
 
 
 def routed_experts(found: bytes, shape: tuple[int, int]) -> str:
-    """Return vLLM's `routed_experts`: base64 of a .npy file of [num_tokens, layers, top_k] expert ids."""
+    """Return vLLM's `routed_experts`: a .npy file with [num_tokens, layers, top_k] expert ids, as base64."""
     file = io.BytesIO()
     np.save(file, np.frombuffer(found, np.int16).reshape(-1, *shape))
     return base64.b64encode(file.getbuffer()).decode()
@@ -72,7 +72,7 @@ class ChoiceUsage:
     """The tokens of one choice so far."""
 
     num_output: int = 0
-    num_cached: int = 0  # of its prompt
+    num_cached: int = 0  # cached prompt tokens
     num_draft_tokens: int = 0  # verified ones
     num_accepted: int = 0  # accepted draft tokens, which are output
 
@@ -116,7 +116,7 @@ def prompt_logprobs(
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded}
 
     def position(lp: TokenLogprobs | None) -> dict[str, Any] | None:
-        if lp is None:  # for the first token
+        if lp is None:  # the first token lacks scores
             return None
         top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(lp.top[:num_top], start=1)}
         return top | {str(lp.token_id): entry(lp.token_id, lp.logprob, lp.rank)}

@@ -1,6 +1,6 @@
-"""The limits and the words of each API.
+"""Each API's limits and words.
 
-Requests of all APIs are checked as chats or completions, and errors name a chat's fields. A dialect has the limits that
+All APIs' requests are checked as chats or completions, and errors name a chat's fields. A dialect has the limits that
 an API documents, and its own names for these fields.
 """
 
@@ -20,14 +20,14 @@ _CONTEXT = "This model's maximum context length is {limit} tokens, but {where} h
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API. A limit is None where its documentation has none; then the limits of the engine and of the settings
-    hold alone."""
+    """One API. A limit is None where its documentation has none; then only the limits of engine and settings
+    hold."""
 
     tool_names: re.Pattern[str] | None = None
     max_tools: int | None = None
-    max_penalty: float | None = None  # of frequency and presence, on both sides of 0
+    max_penalty: float | None = None  # for frequency and presence, on both sides of 0
     names: FieldNames = field(default_factory=FieldNames)
-    # errors for too long a prompt, and for output that does not fit beside it; programs match their words
+    # errors for too long a prompt, and for output that does not fit after it; programs match their words
     context_exceeded: tuple[str, str] = (
         f"{_CONTEXT} and at least one token of output must fit too; shorten {{where}}.",
         f"{_CONTEXT} and {{output}} tokens of output must fit too; shorten {{where}} or lower {{field}}.",

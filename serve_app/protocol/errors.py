@@ -35,7 +35,7 @@ _LLAMA_CPP_TYPES = {
     404: "not_found_error",
     503: "unavailable_error",
 }
-# Details of internal errors that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
+# Internal error details that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
 
@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-
 class ApiError(CallboardError):
     """An error with its HTTP status and the fields of OpenAI's error object."""
 
-    is_sent = False  # as FieldError's
+    is_sent = False  # see FieldError
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ApiError(CallboardError):
         self.param = None if param is None else shortened(param)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[Any, ...]:  # for callers of a Serve handle in other processes
+    def __reduce__(self) -> tuple[Any, ...]:  # used by a Serve handle's callers in other processes
         names = ("param", "code", "retry_after_s")
         return partial(ApiError, **{name: getattr(self, name) for name in names}), (self.status, str(self))
 
@@ -88,7 +88,7 @@ class PromptSize:
     where: str  # field with the prompt
     limit: int  # the model's context
     num_tokens: int
-    num_output: int | None = None  # wanted tokens of output; None without a number
+    num_output: int | None = None  # wanted output tokens; None without a number
     max_tokens_field: str = ""  # field with that number
     is_cut: bool = False  # true if the rest of the prompt was not counted
     parts: Mapping[str, int] = field(default_factory=dict)  # tokens of some parts; the rest is in messages
@@ -166,12 +166,12 @@ def error_body(error: ApiError, path: str) -> dict[str, Any]:
 
 
 def error_response(error: ApiError, path: str = "", **more: str) -> Response:
-    """Return the response for an error. `more` are fields beside the error object."""
+    """Return the response for an error. `more` are fields next to the error object."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.status == 408:
-        headers["connection"] = "close"  # without a wait for the rest of the body
+        headers["connection"] = "close"  # does not wait for the rest of the body
     if error.code == UNKNOWN_CODING:
         headers["accept-encoding"] = "gzip, deflate"
     if error.status == 401:

@@ -2,7 +2,7 @@
 
 The header `X-Callboard-Event-Ids: true` requests them. An id names the answer and its seeds, so the same request with
 `Last-Event-ID` gives the same tokens (C4). The stream then has one token in each delta. So its events depend on the
-tokens alone, not on their arrival, and an id needs only the numbers of events before it.
+tokens alone, not on their arrival, and an id needs only the event counts before it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class EventId:
     """A place in a stream."""
 
     answer_id: str
-    digest: str  # of what determines the tokens
+    digest: str  # identifies all inputs that determine the tokens
     seeds: tuple[int, ...]  # one, or one for each prompt
-    counts: tuple[int, ...]  # events up to this one; with several choices before them, of each, and after them
+    counts: tuple[int, ...]  # events up to this one; with several choices: before them, of each, after them
 
     @classmethod
     def of(cls, text: str) -> EventId:
@@ -63,7 +63,7 @@ class EventIds:
         self.resumes = last is not None
 
     def message_format(self, form: MessageFormat | None, index: int) -> MessageFormat | None:
-        """Return the format of choice `index`, with ids of its calls that are the same when it is taken up."""
+        """Return the format of choice `index`, with call ids that are the same when it is taken up."""
         if form is None or form.tools is None:
             return form
         return replace(form, tools=replace(form.tools, token_hex=self.token_hex(f"choice {index}")))

@@ -12,11 +12,11 @@ _AFTER_VALUES = re.compile(r""".*(?:"|(?<!\w)'|'(?!\w))""", re.DOTALL)  # a clie
 
 
 class FieldNames:
-    """Replaces names of fields at the start of a path or of an error, and in an error's remedy."""
+    """Replaces field names that begin a path or an error, and in an error's remedy."""
 
     def __init__(self, *names: tuple[str, str], words: Mapping[str, str] | None = None) -> None:
         """Args:
-        names: pairs of a regular expression for a chat's field, and its replacement.
+        names: pairs: a regular expression for a chat's field, and its replacement.
         words: parts of a remedy, and their replacements."""
         self._names = [(re.compile(pattern), name) for pattern, name in names]
         self._words = words or {}

@@ -9,13 +9,13 @@ import msgspec
 from pydantic import BaseModel
 from starlette.routing import Route
 
-# Statuses of errors, by what an operation does.
-BODY = (400, 408, 413, 415)  # it reads a body of JSON
+# Error statuses, by what an operation does.
+BODY = (400, 408, 413, 415)  # it reads a JSON body
 GENERATION = (*BODY, 404, 429, 503, 504)
 WHOLE_ANSWERS = (*GENERATION, 499)  # an aborted request ends as an error
 ENGINES = (403, 503, 504)  # it waits for all engines
 
-Answer = type[Any]  # a msgspec.Struct, or a list of one
+Answer = type[Any]  # a msgspec.Struct, or a list
 
 
 class ErrorObject(msgspec.Struct):
@@ -36,17 +36,17 @@ class Operation:
     summary: str
     answer: Answer | None  # None for plain text
     requests: tuple[type[BaseModel], ...] = ()  # kinds of JSON bodies
-    errors: tuple[int, ...] = ()  # statuses beside the common ones
-    streams: bool = False  # with "stream": true
-    media_type: str = "text/event-stream"  # of streams
-    unready: Answer | None = None  # the 503 of a probe, which is not an error
+    errors: tuple[int, ...] = ()  # statuses besides the common ones
+    streams: bool = False  # "stream": true is allowed
+    media_type: str = "text/event-stream"  # the streams' media type
+    unready: Answer | None = None  # a probe's 503, which is not an error
     open: bool = False  # true if clients without an API key may use it
     error: Answer = Error
     method: str = ""  # default: POST with a body, GET without
     needs_body: bool = True  # false if a request may leave out its body
-    others: tuple[Any, ...] = ()  # other types of the answer, also list[TYPE]
+    others: tuple[Any, ...] = ()  # other answer types, also list[TYPE]
     query: type[BaseModel] | None = None
-    form: type[BaseModel] | None = None  # in place of JSON
+    form: type[BaseModel] | None = None  # replaces JSON
 
     @property
     def http_method(self) -> str:

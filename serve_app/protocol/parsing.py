@@ -1,6 +1,6 @@
-"""Requests from the bytes of their JSON.
+"""Requests from their JSON bytes.
 
-Parsing holds Python's lock and so delays all streams of a process. Therefore the number of values is checked before
+Parsing holds Python's lock and so delays all streams in a process. Therefore the number of values is checked before
 parsing, and long lists of token ids are parsed a piece at a time.
 """
 
@@ -19,7 +19,7 @@ from serve_app.protocol.sampling import MAX_CHOICES
 from serve_app.protocol.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values
 
 _LONG_BYTES = 64 << 10  # a shorter body parses fast enough with any content
-_PIECE_BYTES = 64 << 10  # of token ids that are parsed at once
+_PIECE_BYTES = 64 << 10  # token ids that are parsed at once
 
 
 _R = TypeVar("_R", bound=RequestModel)
@@ -66,9 +66,9 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _without_token_ids(name: str, body: bytes) -> tuple[bytes, dict[str, list[int] | list[list[int]]]]:
-    """Return `body` with a short list as field `name`, and the field's long list of token ids or of such lists.
+    """Return `body` with a short list as field `name`, and the field's long list of token ids or such lists.
 
-    Any other body is returned as it is, with no fields. Faults of its JSON are reported by the parser of the rest."""
+    Any other body is returned as it is, with no fields. The parser of the rest reports faults in its JSON."""
     if body.count(b":") > MAX_VALUES:  # a body with so many colons does not consist of long lists of ids
         return body, {}
     try:

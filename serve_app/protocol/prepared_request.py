@@ -26,7 +26,7 @@ R = TypeVar("R", bound=SamplingFields)
 class ServedModel:
     """The facts about the model that endpoints need."""
 
-    name: str  # for clients
+    name: str  # the name that clients use
     tokenizer: Tokenizer
     chats: ChatPrompter | None  # None without a chat template
     info: ModelInfo
@@ -54,7 +54,7 @@ class ServedModel:
         where: str,
         encode: Callable[[str, bool], list[int]] | None = None,
     ) -> list[int]:
-        """Return the token ids of the text of field `where`, by `encode` or, without it, by the tokenizer.
+        """Return the token ids of field `where`'s text, by `encode` or, without it, by the tokenizer.
 
         Raises ApiError for a text far above the context."""
         special = special if request.add_special_tokens is None else request.add_special_tokens
@@ -76,14 +76,14 @@ class Prompts:
 
     token_ids: list[list[int]]
     where: str  # the field with the prompts
-    grammar: RequestedGrammar | None  # that the output after the prompt must match
-    message_format: MessageFormat | None = None  # of the output; None if all of it is content
+    grammar: RequestedGrammar | None  # what the output after the prompt must match
+    message_format: MessageFormat | None = None  # the output's format; None if all is content
     prediction: tuple[int, ...] = ()  # the output that the client expects
     ignored_fields: tuple[str, ...] = ()  # fields without an effect on this model
-    echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty without echo
+    echoes: list[Echo] = field(default_factory=list)  # each prompt's echo; empty without echo
     lengths: list[int] = field(
         default_factory=list
-    )  # of the prompts alone, before their outputs; empty without outputs
+    )  # lengths of prompts alone, before their outputs; empty without outputs
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
@@ -102,11 +102,11 @@ class PreparedRequest(Generic[R]):
     model: ServedModel
     prompts: Prompts
     requests: list[Request]  # without their grammar, which is added when they run
-    stops: StopStrings | None  # of all choices
+    stops: StopStrings | None  # all choices' stop strings
     ignored_fields: list[str]
     keep_s: float | None = None  # idle time after it until the model sleeps; None for the server's own
     keeps_aborted: bool = False  # an aborted choice ends with its tokens so far, and not with an error
-    event_ids: EventIds | None = None  # of its stream
+    event_ids: EventIds | None = None  # its stream's ids
     on_delta: Callable[[Delta], None] | None = None  # called with each delta
 
     @property

@@ -18,10 +18,10 @@ from serve_app.protocol.dialects import Dialect
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, VersionName, text_or_list_of
 
-MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
-MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
-MAX_SESSION_CHARS = 1024  # of a session's name
-MAX_CHOICES = 1024  # of one request: its prompts times n
+MAX_SCORED_IDS = 64  # ids in one request: entries at each answer token, besides the best
+MAX_BIASES = 1024  # biases in one request; this many in all slots make a step a few milliseconds longer
+MAX_SESSION_CHARS = 1024  # length of a session's name
+MAX_CHOICES = 1024  # choices in one request: its prompts times n
 
 
 class StreamOptions(RequestModel):
@@ -47,7 +47,7 @@ _Samplers = Annotated[
     | Annotated[list[str], Field(max_length=64, fail_fast=True), Tag("<list>")],
     text_or_list_of("names"),
 ]
-# Samplers of llama.cpp by name and by letter, with the fields that a list without the name switches off.
+# llama.cpp's samplers by name and by letter, with the fields that a list without the name switches off.
 _OFF: dict[tuple[str, str], dict[str, float]] = {
     ("penalties", "e"): {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     ("top_k", "k"): {"top_k": 0},
@@ -64,7 +64,7 @@ _Stop = Annotated[
 
 
 def _not_too_many(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:  # before the check of each entry
+    if isinstance(value, dict) and len(value) > MAX_BIASES:  # checked before each entry
         raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries")
     return value
 
@@ -86,7 +86,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: _Seed | None = None  # of all prompts, or one for each
+    seed: _Seed | None = None  # one for all prompts, or one for each
     frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
     logit_bias: _LogitBias | None = None
@@ -96,7 +96,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     min_p: Annotated[float, _limits("min_p")] | None = None
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    samplers: _Samplers | None = None  # llama.cpp's: the filters that count, in an order of this server
+    samplers: _Samplers | None = None  # llama.cpp's: the filters that count, in this server's order
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SCORED_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
@@ -113,12 +113,12 @@ class SamplingFields(OpenRequestModel, OutputOptions):
         None  # kept from the end; -1 keeps what fits
     )
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
-    sampling_logprobs: bool = False  # beside the model's own: of the distribution that tokens are drawn from
-    routed_experts: bool = False  # with --routed-experts
+    sampling_logprobs: bool = False  # adds the distribution that tokens are drawn from to the model's own
+    routed_experts: bool = False  # needs --routed-experts
     detokenize: bool = True  # False, with return_token_ids: an answer without text
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
+    return_tokens_as_token_ids: bool | None = None  # applies to log-probabilities
 
     def max_output(self) -> int | None:
         """Return the requested tokens of output; None without a number."""

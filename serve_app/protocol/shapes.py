@@ -1,4 +1,4 @@
-"""The kinds of values that fields of requests hold."""
+"""The kinds of values that request fields hold."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from serve_app.protocol.other_servers import UnsupportedField
 _T = TypeVar("_T")
 
 _MAX_IGNORED = 32  # names of unknown fields to report
-MAX_VALUES = 20_000  # of a JSON that is parsed at once: pydantic takes up to 3 us for each
+MAX_VALUES = 20_000  # values in a JSON that is parsed at once: pydantic takes up to 3 us for each
 
 
 class RequestModel(Options):
     """An object of a request; unknown fields are left out."""
 
-    token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or of such lists
+    token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or several
     model_config = ConfigDict(extra="ignore")
 
 
@@ -70,7 +70,7 @@ VersionName = Annotated[
     Annotated[str, Field(min_length=1, max_length=256), Tag("<text>")]
     | Annotated[int, Field(ge=0, lt=1 << 63), Tag("<number>")],
     Discriminator(lambda value: "<number>" if isinstance(value, int) and not isinstance(value, bool) else "<text>"),
-]  # of weights
+]  # weights
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # since a long list of faults takes minutes
 
@@ -97,7 +97,7 @@ def type_of(value: Any, default: str | None = None) -> Any:
 
 
 def text_or_list_of(what: str) -> Any:
-    """Return the discriminator of a text and a list of `what`, with the tags <text> and <list>.
+    """Return the discriminator for a text or a list of `what`, with the tags <text> and <list>.
 
     Tags start with "<" and are left out of field paths."""
     return Discriminator(
@@ -117,7 +117,7 @@ def has_too_many_values(json: bytes) -> bool:
 
 
 def _num_marks(json: bytes) -> int:
-    """Return the number of marks, an upper bound for the number of values but one."""
+    """Return the number of marks: the values are at most one more."""
     return json.count(b",") + json.count(b"[") + json.count(b"{")
 
 

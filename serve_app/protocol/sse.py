@@ -39,7 +39,7 @@ class ChoiceRenderer(ABC):
         """Return the `logprobs` object; None without tokens."""
 
     def rest(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields of a delta beside its text."""
+        """Return a delta's fields besides its text."""
         rest: dict[str, Any] = {
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
@@ -85,11 +85,11 @@ class EventStream(ABC):
 
 
 class ChunkStream(EventStream):
-    """Chunks of OpenAI's completions and chats.
+    """Chunks for OpenAI's completions and chats.
 
     All parts of an event except its text are rendered once, so a token costs one escape and one concatenation."""
 
-    opening, closing = b',"text":', b""  # around a text
+    opening, closing = b',"text":', b""  # surround a text
 
     def __init__(
         self, prepared: PreparedRequest[Any], kind: str, choices: Sequence[ChoiceRenderer], include_usage: bool

@@ -1,4 +1,4 @@
-"""An answer's sum with the times of its prompt and of its output, which Ollama and llama.cpp report."""
+"""An answer's sum with its prompt's and output's times, which Ollama and llama.cpp report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serve_app.protocol.answers import ChoiceUsage
 
 
 class Times:
-    """The times of a request's start and of its first token, in nanoseconds."""
+    """The times of a request's start and first token, in nanoseconds."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic_ns(), 0
@@ -19,7 +19,7 @@ class Times:
         self._first = self._first or time.monotonic_ns()
 
     def spans(self) -> tuple[int, int]:
-        """Return the durations of the prompt and of the output so far."""
+        """Return the durations of prompt and output so far."""
         now = time.monotonic_ns()
         first = self._first or now
         return first - self._start, now - first

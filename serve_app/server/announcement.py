@@ -12,7 +12,7 @@ from contextlib import suppress
 from runtime.base.config import DEFAULT_MODEL
 from serve_app.settings import ModelSettings
 
-NETWORK_S = 3.0  # for an answer of a hub or a package index
+NETWORK_S = 3.0  # limit for an answer from a hub or a package index
 _NEXT = "The default model is small and often wrong. For better answers: callboard serve Qwen/Qwen3-0.6B"
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_SILENT_S = 15.0  # of a start without a line, until one names the part that takes long
+_SILENT_S = 15.0  # time without a line, until one names the part of a start that takes long
 
 
 class Console:

@@ -24,16 +24,16 @@ from runtime.base.types import CallboardError
 from serve_app.processes.process_tree import News
 
 _MAX_HEADERS_BYTES = 1 << 16
-_MAX_CLIENTS = 64  # answered at once; the others wait
-_CLIENT_S = 10.0  # for all bytes of one client
+_MAX_CLIENTS = 64  # clients answered at once; the others wait
+_CLIENT_S = 10.0  # limit for all bytes from one client
 _POLL_S = 0.1
-_LAST_S = 1.0  # for connections to this socket after HAProxy takes the port
+_LAST_S = 1.0  # time for connections to this socket after HAProxy takes the port
 # A page for early browsers. It shows the phase and reloads until the server's page exists.
 _PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="1"><title>Callboard starts</title>
 <style>:root {{ color-scheme: light dark; font: 1rem system-ui }}
 body {{ margin: 20vh auto; text-align: center }}</style>
 <h1>Callboard</h1><p>The server is starting ({phase}).</p>"""
-_SO_ATTACH_REUSEPORT_CBPF = 51  # of Linux
+_SO_ATTACH_REUSEPORT_CBPF = 51  # Linux's number
 _BPF_RET_CONSTANT = 0x06
 
 
@@ -77,14 +77,14 @@ class Port:
         self._socket.close()
 
     def _give_all_to(self, index: int) -> None:
-        """Attach a filter that chooses one of the address's sockets by its index in the order of binding."""
+        """Attach a filter that chooses one of the address's sockets by its binding index."""
         instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_CONSTANT, 0, 0, index))
         program = struct.pack("@HP", 1, ctypes.addressof(instruction))
-        with suppress(OSError):  # without filters in the kernel, the sockets share connections
+        with suppress(OSError):  # the sockets share connections if the kernel lacks filters
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
 
     def _serve(self) -> None:
-        with suppress(OSError, ValueError), self._socket:  # the end of the command closes it
+        with suppress(OSError, ValueError), self._socket:  # the command's end closes it
             while time.monotonic() < self._end:
                 if select.select([self._socket], [], [], _POLL_S)[0]:
                     client = self._socket.accept()[0]
@@ -122,9 +122,9 @@ class Port:
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[Port]:
-    """Yield the port, first of all steps of a start. Raises CallboardError if it is not available.
+    """Yield the port, as a start's first step. Raises CallboardError if it is not available.
 
-    A Unix socket's name marks the port as taken for other servers of this machine. The kernel frees it with the
+    A Unix socket's name marks the port as taken for other servers on this machine. The kernel frees it with the
     process."""
     with socket.socket(socket.AF_UNIX) as name:
         try:

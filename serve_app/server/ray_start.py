@@ -1,4 +1,4 @@
-"""The start of Ray, of Serve with its HAProxy, and of the application."""
+"""Starts Ray, Serve with its HAProxy, and the application."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKERS_MODULES = (  # modules that Ray's workers import: Serve's actors, the re
     "runtime.worker.sources",
 )
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one, since no tensor goes through it
-_RAYLET_START_S = 300.0  # for the start of Ray's daemons on a busy machine
+_RAYLET_START_S = 300.0  # limit for the start of Ray's daemons on a busy machine
 _MAX_TRIES = 3
 _DAEMONS = "gcs_server", "raylet"
 
@@ -35,7 +35,7 @@ _DAEMONS = "gcs_server", "raylet"
 def set_environment(settings: ServerSettings, folder: str) -> None:
     """Set the environment of Ray and its processes; the user's values stay."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
-    os.environ["TMPDIR"] = folder  # files of actors are removed with the server
+    os.environ["TMPDIR"] = folder  # actors' files are removed with the server
     tempfile.tempdir = None
     own = single_machine(folder, bind=f"{settings.host}:{settings.port}")
     if "RAY_AUTH_TOKEN_PATH" in os.environ:
@@ -67,7 +67,7 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     logs = Path(context.address_info["session_dir"], "logs")
     console.divert(logs / LOG_NAME)
     parent.send(log=str(logs))
-    parent.end_with(*_DAEMONS)  # without them Ray would wait forever
+    parent.end_with(*_DAEMONS)  # Ray would wait for them forever
     console.phase("Ray started")
     return logs
 

@@ -33,7 +33,7 @@ def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, lo
             console.phase(line.partition(" s  ")[2])
         shown = max(shown, lines, key=len)
         is_loaded = bool(shown) and shown[-1].endswith("ready")
-        if is_loaded or time.monotonic() >= due:  # Serve's status takes 20 ms of what the model's load needs
+        if is_loaded or time.monotonic() >= due:  # Serve's status takes 20 ms of CPU from the model's load
             due = time.monotonic() + _STATUS_POLL_S
             application = serve.status().applications[APP_NAME]
             texts = [application.message, *(deployment.message for deployment in application.deployments.values())]
@@ -53,7 +53,7 @@ def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, lo
 
 
 def _why(application: Any) -> str:
-    """Return the last line of Serve's report of a failed deployment, its exception. The log gets the whole report."""
+    """Return the exception, the last line in Serve's report on a failed deployment. The log gets the whole report."""
     for name, deployment in application.deployments.items():
         if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY") and deployment.message:
             print(deployment.message, file=sys.stderr, flush=True)

@@ -20,8 +20,8 @@ from serve_app.server.readiness import wait_until_up
 from serve_app.server.server_settings import APP_NAME, ServerSettings, reachable_host
 from serve_app.server.shutdown import drain
 
-_CALL_S = 1.0  # for a front's answer to a call
-_MAX_TEMPORARY_LEN = 8  # of the folder of HAProxy's Unix sockets: a path has at most 107 bytes
+_CALL_S = 1.0  # limit for a front's answer to a call
+_MAX_TEMPORARY_LEN = 8  # folder name of HAProxy's Unix sockets: a path has at most 107 bytes
 
 # For requests that HAProxy has read at the end. It tries three more times, 0.2 s apart, to reach a front, and then
 # answers that the server is stopping.

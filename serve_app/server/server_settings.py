@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from serve_app.settings import HttpSettings, ModelSettings
 
 APP_NAME = "callboard"
-LOG_NAME = "callboard-serve.log"  # beside Ray's logs: the stdout and stderr of this process
+LOG_NAME = "callboard-serve.log"  # next to Ray's logs: this process's stdout and stderr
 
 
 @dataclass(frozen=True, slots=True)

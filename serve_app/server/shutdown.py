@@ -11,7 +11,7 @@ from serve_app.processes.process_tree import Parent
 from serve_app.server.server_settings import APP_NAME, ServerSettings
 
 _POLL_S = 0.1
-_CALL_S = 1.0  # for the fronts' answers to a call
+_CALL_S = 1.0  # limit for the fronts' answers to a call
 
 
 def drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
@@ -55,7 +55,7 @@ def _num_live(fronts: Any) -> int:
 
     try:
         answers = fronts.broadcast("drain", DRAINING).results(timeout_s=_CALL_S, return_exceptions=True)
-    except DeploymentUnavailableError:  # without a front
+    except DeploymentUnavailableError:  # there may be no front
         return 0
     except TimeoutError:
         return 1

@@ -9,9 +9,9 @@ from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.sampling import SamplingFields
 
-MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
-_MAX_NAMES = 16  # of models, in an error
-_MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
+MAX_PROMPT_TOKENS = 4_000_000  # one request's prompts and predictions, once for each choice
+_MAX_NAMES = 16  # model names in an error
+_MAX_SCORES = 1 << 18  # prompts' log-probabilities in one request; each takes 80 JSON bytes
 
 
 def check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None:

@@ -1,4 +1,4 @@
-"""Endpoint: the translation of one kind of request to prompts, and of outputs to its answer or stream."""
+"""Endpoint: translates one kind of request to prompts, and outputs to its answer or stream."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from serve_app.protocol.sse import EventStream, header
 
 
 class AnsweredAtOnce(Exception):
-    """Raised for a request without output of the model; `content` is the JSON of its answer.
+    """Raised for a request without model output; `content` is its answer as JSON.
 
-    The model stays loaded for `keep_s` without requests: 0 for no longer, None for its usual time."""
+    The model remains loaded for `keep_s` without requests: 0 for no longer, None for its usual time."""
 
     def __init__(self, content: bytes, model: str, keep_s: float | None) -> None:
         super().__init__(content)
@@ -41,15 +41,15 @@ class Endpoint(ABC, Generic[R]):
     path: ClassVar[str]
     request_type: type[R]
     operation: ClassVar[Operation]
-    id_prefix: ClassVar[str]  # of answers
-    default_max_tokens: ClassVar[int | None]  # for requests without a number; None for the rest of the context
+    id_prefix: ClassVar[str]  # begins answer ids
+    default_max_tokens: ClassVar[int | None]  # used by requests without a number; None for the rest of the context
 
     renders_chats: ClassVar[bool] = False  # true if prompts need the model's chat template
     keeps_aborted: ClassVar[bool] = False  # true if an aborted choice is answered with its tokens so far
     max_tokens_field: ClassVar[str] = "max_tokens"  # field that a client may lower for a longer prompt
 
     def new_id(self, request_id: str) -> str:
-        """Return the id of an answer, from that of its request or random without one."""
+        """Return an answer's id, from its request's id or random without one."""
         return self.id_prefix + (request_id or secrets.token_hex(12))
 
     def read(self, body: bytes) -> R:
@@ -61,11 +61,11 @@ class Endpoint(ABC, Generic[R]):
         """Return the request's prompts as token ids; raises FieldError or ApiError."""
 
     def parts(self, request: R, model: ServedModel) -> dict[str, int]:
-        """Return the tokens of some parts of a prompt, for an error; the rest is in messages."""
+        """Return the tokens in some parts of a prompt, for an error; the rest is in messages."""
         return {}
 
     def limited_prompts(self, request: R, model: ServedModel) -> tuple[Prompts, list[int]]:
-        """Return the prompts and the most tokens of output of each; raises FieldError or ApiError."""
+        """Return the prompts and each prompt's most output tokens; raises FieldError or ApiError."""
         try:
             prompts = self.prompts(request, model)
             return prompts, [self._max_tokens(request, len(ids), model, prompts.where) for ids in prompts.token_ids]
@@ -86,7 +86,7 @@ class Endpoint(ABC, Generic[R]):
 
     @abstractmethod
     def answer(self, prepared: PreparedRequest[R], choices: list[Delta]) -> bytes:
-        """Return the answer of a request without a stream; `choices` are the sums of all deltas."""
+        """Return the answer to a request without a stream; `choices` are the sums of all deltas."""
 
     @abstractmethod
     def stream(self, prepared: PreparedRequest[R], include_usage: bool) -> EventStream:

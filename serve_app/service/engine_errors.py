@@ -1,4 +1,4 @@
-"""The errors of engines, as errors of the API."""
+"""Engine errors, as API errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP of a generation: from the body of a request to its answer or stream."""
+"""A generation's HTTP: from a request's body to its answer or stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-_WATCHED_AFTER_S = 0.02  # from the start to the first check whether the client has left
+_WATCHED_AFTER_S = 0.02  # time until the first check whether the client has left
 
 # headers of opencode, Codex and Claude Code, and of others
 _SESSIONS = b"x-session-affinity", b"x-session-id", b"session_id", b"session-id", b"x-claude-code-session-id"
@@ -158,7 +158,7 @@ class Generation:
         await send({"type": "http.response.body", "body": end})
 
     async def _events(self, stream: EventStream, new: list[Delta], owner: str) -> bytes:
-        """Return deltas as events. After a pause of the reader, or with scores of a prompt, these may be many."""
+        """Return deltas as events. After the reader's pause, or with a prompt's scores, these may be many."""
         return await run_rendering(stream.is_long(new), owner, partial(stream.events, new))
 
 

@@ -11,7 +11,7 @@ from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from serve_app.protocol.errors import ApiError, api_error
 
-_MAX_IGNORED = 32  # unenforced keywords of a schema, in a header
+_MAX_IGNORED = 32  # a schema's unenforced keywords in a header
 
 
 async def compiled(compiler: GrammarCompiler, asked: RequestedGrammar, owner: str) -> Grammar:

@@ -28,7 +28,7 @@ class ModelCard(Struct):
     root: str
     parent: str | None
     permission: list[dict[str, Any]]
-    max_model_len: int  # of vLLM, and its names for clients of OpenRouter, Groq and Anthropic
+    max_model_len: int  # vLLM's name; other names serve clients of OpenRouter, Groq and Anthropic
     context_length: int
     context_window: int
     max_input_tokens: int
@@ -37,13 +37,13 @@ class ModelCard(Struct):
 
 
 def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> ModelCard:
-    """Return the object of `name`, for the model or for an adapter; `base` is the first name of the model."""
+    """Return the object of `name`, for the model or an adapter; `base` is the model's first name."""
     return ModelCard(
         id=name,
         object="model",
         created=adapter.version // 10**9 if adapter and adapter.version else created,
         owned_by="callboard",
-        root=base if adapter is None else Path(adapter.path).name,  # without its folder
+        root=base if adapter is None else Path(adapter.path).name,  # the name without its folder
         parent=None if adapter is None else base,
         permission=[{**_PERMISSION, "id": f"modelperm-{name}", "created": created}],
         max_model_len=model.info.max_model_len,

@@ -1,4 +1,4 @@
-"""The models of an application: each request goes to the service of the model that it names."""
+"""An application's models: each request goes to the service of the model that it names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Models:
         await asyncio.gather(*(service.engine_client().reset_prefix_cache() for service in self))
 
     async def exposition(self) -> bytes:
-        """Return the Prometheus text of the application: its engines, and all fronts as of their last reports."""
+        """Return the application's Prometheus text: its engines, and all fronts' last reports."""
         snapshots = await asyncio.gather(*(service.metrics.report() for service in self))
         return exposition({service.model: found for service, found in zip(self, snapshots, strict=True)})
 
@@ -118,12 +118,12 @@ class Models:
     async def pool(
         self, model: ServedModel, answer_id: str, requests: list[Request], context: RequestContext
     ) -> list[bytes]:
-        """Return the pooled result of each request of this model."""
+        """Return the pooled result of each request to this model."""
         return await self.of(model.base).pool(answer_id, requests, context)
 
 
 async def when_started(prepare: Callable[[], Awaitable[_T]]) -> _T:
-    """Return the result of `prepare`, which is repeated after the start of an engine that it needs."""
+    """Return the result of `prepare`, which is repeated after an engine that it needs has started."""
     while True:
         try:
             return await prepare()

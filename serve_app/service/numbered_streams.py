@@ -29,7 +29,7 @@ class NumberedStream(EventStream):
     def __init__(self, stream: EventStream, ids: EventIds) -> None:
         self._stream, self._ids = stream, ids
         self._counts = ids.counts()
-        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping is not a part of the answer
+        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping does not belong to the answer
 
     def first(self) -> bytes:
         return self._numbered(self._stream.first(), 0)
@@ -56,9 +56,9 @@ class NumberedStream(EventStream):
 def with_event_ids(
     headers: dict[bytes, bytes], request: R, prepare: Callable[[R, str], PreparedRequest[R]]
 ) -> PreparedRequest[R]:
-    """Return the prepared request of a stream, with event ids if its headers want them; raises FieldError or ApiError.
+    """Return a stream's prepared request, with event ids if its headers want them; raises FieldError or ApiError.
 
-    `prepare` takes the request and the id of its answer, which is empty for a new one."""
+    `prepare` takes the request and its answer's id, which is empty for a new one."""
     last = EventId.of(headers[_LAST].decode("latin-1")) if _LAST in headers else None
     if last is None and headers.get(_WANTED, b"").lower() != b"true":
         return prepare(request, "")

@@ -16,8 +16,8 @@ from serve_app.protocol.answers import encode_json, listed
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 
-_ENTRY_BYTES = 1 << 10  # overhead of an entry beside its body, seeds and tokens
-_CHOICE_BYTES = 256  # of a choice and its seed
+_ENTRY_BYTES = 1 << 10  # an entry's overhead besides its body, seeds and tokens
+_CHOICE_BYTES = 256  # a choice and its seed
 _TOKEN_BYTES = array("i").itemsize
 
 
@@ -30,7 +30,7 @@ class _Recorded:
     body: bytes
     seed: int | list[int]
     fingerprint: str
-    tokens: list[array[int]]  # of each choice
+    tokens: list[array[int]]  # each choice's tokens
     reasons: list[str | None]
     num_bytes: int = 0
     is_kept: bool = True
@@ -43,7 +43,7 @@ class RecordedRequests:
         """`id_prefixes` precede a client's own id in ids of answers."""
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._prefixes = ("", *id_prefixes)
-        self._kept: dict[tuple[str, str], _Recorded] = {}  # by owner and the answer's id, oldest first
+        self._kept: dict[tuple[str, str], _Recorded] = {}  # recordings by owner and answer id, oldest first
 
     def begin(self, prepared: PreparedRequest[Any], path: str, body: bytes) -> PreparedRequest[Any]:
         """Return the request with a callback that records its answer."""

@@ -43,8 +43,8 @@ from serve_app.service.sleep import ModelSleep
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
-_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
-_MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
+_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); a choice's overhead
+_MOST_POOLED = 256  # one pooling request's prompts in the engines' queues, which other requests share
 _LATEST = ":latest"
 
 
@@ -143,7 +143,7 @@ class Service:
         return reason or ("The server is loading the tokenizer." if self.loading else None)
 
     def abort(self, request_id: str, owner: str = "") -> None:
-        """End a request of `owner` by the id of its answer or the client's own id; unknown ids are ignored."""
+        """End a request of `owner` by its answer's id or the client's own id; unknown ids are ignored."""
         self._client.abort(owned(request_id, owner))
 
     def engine_client(self) -> EngineClient:
@@ -161,7 +161,7 @@ class Service:
         return facts | {"vllm_config": vllm_config(model.info, self._config, self.model, self.draft, num_engines)}
 
     def model_card(self, name: str | None = None) -> ModelCard:
-        """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
+        """Return OpenAI's model object for a name of the model or an adapter; raises errors as `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
         card_id = name if (name := self._as_served(name)) in self._aliases else model.name
@@ -340,7 +340,7 @@ class Service:
             burst = 0
             for i, request in enumerate(prepared.requests):
                 burst += request.prompt_len + len(request.prediction) + _CHOICE_COST
-                if burst > _BURST:  # give others a turn; smaller bursts join the same step of the engine
+                if burst > _BURST:  # give others a turn; smaller bursts join the same engine step
                     await asyncio.sleep(0)
                     burst = 0
                 pumps.append(in_background(asyncio.create_task(pump(i)), "the pump of a choice"))

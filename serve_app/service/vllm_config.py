@@ -18,7 +18,7 @@ def vllm_config(
         "parallel_config": {
             "tensor_parallel_size": config.tensor_parallel_size,
             "data_parallel_size": max(1, num_engines),
-            "world_size": config.tensor_parallel_size,  # of one engine
+            "world_size": config.tensor_parallel_size,  # one engine's ranks
         },
         "lora_config": lora,
         "speculative_config": None if draft is None else drafts | {"num_speculative_tokens": config.num_draft_tokens},

@@ -12,7 +12,7 @@ from runtime.base.types import CallboardError, FinishReason, SamplingParams
 from serve_app.terminal.loading import load
 
 TERMINAL_DEFAULTS = {"temperature": 0.7}  # where neither the user nor the model gives a value
-MAX_TOKENS = 1024  # of an answer, where the user gives no number
+MAX_TOKENS = 1024  # an answer's tokens, where the user gives no number
 _BAD_REQUEST = 400
 
 
@@ -21,7 +21,7 @@ class Ending:
     """How an answer ended."""
 
     num_tokens: int = 0  # 0 if a server did not report it
-    was_cut: bool = False  # at the most tokens
+    was_cut: bool = False  # it reached the most tokens
 
 
 class Partner(Protocol):
@@ -121,7 +121,7 @@ class _Refused(CallboardError):
 
 
 def read_event(data: str) -> tuple[str, str | None, int]:
-    """The text of one event, the reason why the answer ended or None, and its tokens until then or 0.
+    """One event's text, the reason why the answer ended or None, and its tokens until then or 0.
 
     Raises CallboardError if the event is an error, or not one of a chat."""
     try:

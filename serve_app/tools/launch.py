@@ -26,7 +26,7 @@ _TIMEOUT_S = 10
 class Served:
     """A model of a running server."""
 
-    url: str  # without /v1
+    url: str  # the URL without /v1
     key: str
     model: str
     context: int  # tokens
@@ -40,7 +40,7 @@ class Start:
     flags: list[str] = field(default_factory=list)  # before the user's arguments
     variables: dict[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()  # variables that would name another server
-    file: tuple[str, str] | None = None  # a flag, and the text of the file that it names
+    file: tuple[str, str] | None = None  # a flag, and the text in the file that it names
 
 
 def _claude(served: Served) -> Start:
@@ -99,7 +99,7 @@ class Agent:
     """A program."""
 
     command: str
-    package: str  # of npm
+    package: str  # npm package
     context: int  # tokens that its first prompt and an answer need
     start: Callable[[Served], Start]
 

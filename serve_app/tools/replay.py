@@ -20,9 +20,9 @@ _PATHS = {
 _ALL_PATHS = (
     *_PATHS.values(),
     *("/api/chat", "/api/generate", "/completion", "/infill"),
-)  # answers in the form of Ollama and llama.cpp do not contain their path, so their files must
+)  # answers for Ollama and llama.cpp do not contain their path, so their files must
 _DRAWN = ("choices", "output", "content", "message", "response")
-_LEFT_OUT = frozenset({"stream_options", "background", "request_id", "response_fields"})  # of a request
+_LEFT_OUT = frozenset({"stream_options", "background", "request_id", "response_fields"})  # fields left out of a request
 _CHANCE = frozenset({"id", "call_id"})  # fields that differ in any two answers
 
 

@@ -16,8 +16,8 @@ import msgspec
 
 from runtime.base.types import CallboardError
 
-_RETRY_S = 0.1  # after an answer with a retryable status, or a refused connection
-_LIMIT_BYTES = 1 << 20  # of a line
+_RETRY_S = 0.1  # pause after an answer with a retryable status, or a refused connection
+_LIMIT_BYTES = 1 << 20  # longest line
 
 
 class _Choice(msgspec.Struct):
@@ -36,7 +36,7 @@ _event_of = msgspec.json.Decoder(_Event).decode
 
 
 class Server(NamedTuple):
-    """The address of a server, its model, and the headers of each request."""
+    """A server's address, its model, and each request's headers."""
 
     host: str
     port: int
@@ -91,10 +91,10 @@ class Reading:
     sampling: dict[str, Any]
     on_tokens: Callable[[Reading, list[int]], None] = lambda *_: None
     tokens: list[int] = field(default_factory=list)
-    times: list[tuple[float, int]] = field(default_factory=list)  # arrivals and their numbers of tokens
+    times: list[tuple[float, int]] = field(default_factory=list)  # arrival times and their token counts
     num_cuts: int = 0  # connections that ended before the answer
     num_refusals: int = 0  # answers with a retryable status, and refused connections
-    error: str = ""  # reason of a final failure
+    error: str = ""  # why it finally failed
     cut_at: float = 0.0  # time of the first cut
 
     async def read(self, server: Server, reads: asyncio.Event | None = None) -> None:

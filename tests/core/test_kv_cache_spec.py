@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.base.kv_cache_spec import MOST_GROUPS, KVCacheSpec, KVGroupSpec, window_groups
-from runtime.base.model.decoder_spec import DecoderSpec
+from tests.support.models.specs import dense_spec
 
 FULL = KVGroupSpec((1, 3), num_kv_heads=4, head_dim=16, dtype="bfloat16")
 WINDOW = KVGroupSpec((0, 2, 4), num_kv_heads=2, head_dim=16, dtype="int8", scale_dtype="float16", window=10)
@@ -36,9 +36,9 @@ def test_dead_blocks_hold_only_unattended_tokens(num_computed, window):
 
 
 def test_a_decoder_gives_its_kv_cache():
-    spec = DecoderSpec(
+    spec = dense_spec(
         num_layers=3, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=8, vocab_size=9,
-        max_positions=64, norm_eps=1e-5, window=8, sliding=(True, False, True),
+        max_positions=64, norm_eps=1e-5, window=(8, 0, 8),
     )  # fmt: skip
     kv_cache = spec.kv_cache("float16")
     assert kv_cache.bytes_per_block(16) == 16 * 2 * 3 * 2 * 4 * 2
@@ -46,8 +46,10 @@ def test_a_decoder_gives_its_kv_cache():
     assert (group.layers, group.window) == ((0, 1, 2), None), "sliding layers keep everything, too"
 
 
-def layers_of(num_layers: int) -> KVGroupSpec:
-    return KVGroupSpec(tuple(range(num_layers)), 4, 64, "bfloat16")
+def groups_of(num_layers: int, sliding: frozenset[int], window: int, longest: int) -> tuple[KVGroupSpec, ...]:
+    full = tuple(i for i in range(num_layers) if i not in sliding)
+    parts = KVGroupSpec(full, 4, 64, "bfloat16"), KVGroupSpec(tuple(sliding), 4, 64, "bfloat16", window=window)
+    return window_groups([part for part in parts if part.layers], longest)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def layers_of(num_layers: int) -> KVGroupSpec:
 )
 def test_published_models_have_few_groups_of_equal_size(num_layers, every, window, longest, sizes):
     sliding = frozenset(i for i in range(num_layers) if (i + 1) % every)
-    groups = window_groups(layers_of(num_layers), sliding, window, longest)
+    groups = groups_of(num_layers, sliding, window, longest)
     assert sorted(len(group.layers) for group in groups) == sorted(sizes)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(num_layers))
     if len(groups) > 1:
@@ -73,7 +75,7 @@ def test_published_models_have_few_groups_of_equal_size(num_layers, every, windo
 
 
 def test_layers_that_all_slide_are_one_group():
-    (group,) = window_groups(layers_of(32), frozenset(range(32)), 4096, 32768)
+    (group,) = groups_of(32, frozenset(range(32)), 4096, 32768)
     assert (group.layers, group.window) == (tuple(range(32)), 4096)
 
 
@@ -81,7 +83,7 @@ def test_layers_that_all_slide_are_one_group():
 def test_groups_never_cost_much_more(num_layers, data):
     sliding = data.draw(st.frozensets(st.integers(0, num_layers - 1)))
     window, longest = data.draw(st.integers(1, 5000)), data.draw(st.integers(1, 100000))
-    groups = window_groups(layers_of(num_layers), sliding, window, longest)
+    groups = groups_of(num_layers, sliding, window, longest)
     assert 1 <= len(groups) <= MOST_GROUPS
     assert sorted(layer for group in groups for layer in group.layers) == list(range(num_layers))
     size = max(len(group.layers) for group in groups)

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.kernels.cpu.linear.compiled_linear import Around
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, SPAN, dense_product
-from runtime.kernels.cpu.linear.dense_weight import dense_weight, exact_dtype
+from runtime.kernels.cpu.linear.dense_weight import exact_dtype, packed_blocks
 from runtime.kernels.cpu.linear.lookup import dense_lookup
 from runtime.kernels.linear.linear_torch import Linear, lookup_torch
 from runtime.kernels.llvm.compiler import assembly, target_of
@@ -36,12 +37,12 @@ def rows_of(count, size_in, seed=1):
 
 def multiplied(weight, x, target=None, parts=1, bias=None, out=None, converts=False):
     """The product, added to `out` if that is given."""
-    packed, adds = dense_weight(weight), out is not None
-    result = torch.full((len(x), len(packed.values) * 16), torch.nan) if out is None else out.clone()
-    sizes = len(x), len(packed.values), x.shape[1], x.stride(0), result.stride(0)
+    packed, adds = packed_blocks(weight), out is not None
+    result = torch.full((len(x), len(packed) * 16), torch.nan) if out is None else out.clone()
+    sizes = len(x), len(packed), x.shape[1], x.stride(0), result.stride(0)
     converted = torch.empty(parts, MOST_BLOCKS * 16 * x.shape[1])
     call(
-        dense_product, (packed.values, x, bias, converted, result, *sizes), target, parts, dtype=packed.values.dtype,
+        dense_product, (packed, x, bias, converted, result, *sizes), target, parts, dtype=packed.dtype,
         is_one_row=len(x) == 1, converts=converts, adds=adds, has_bias=bias is not None,
     )  # fmt: skip
     return result[:, : len(weight)]
@@ -111,7 +112,7 @@ def test_layers_equal_those_of_torch(hidden, ffn, activation, gated, count):
     bias, norm = rows_of(1, len(up))[0].contiguous(), rows_of(1, hidden)[0].contiguous()
     weights = (up, bias), (down, None)
     around = rms_norm_torch, activate
-    compiled = [DenseLinear(dense_weight(w), b, launcher, *around, activation, gated) for w, b in weights]
+    compiled = [DenseLinear(w, b, Around(launcher, *around, activation, gated)) for w, b in weights]
     torches = [Linear(partial(F.linear, weight=w, bias=b), *around) for w, b in weights]
     x, results = rows_of(count, hidden).contiguous(), []
     for first, second in (compiled, torches):

@@ -8,20 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.cpu.experts.choice import choose_experts, order_choices
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts
-from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
 from runtime.kernels.cpu.operations import CompiledOperations
 from runtime.kernels.experts.moe_torch import Experts, Router, route_torch
+from runtime.kernels.linear.linear_torch import Operands
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.numerics import Numerics
 from tests.cpu_kernels.test_int_product import FORMS, draw_weight
 from tests.support.kernels.compiled import call
+from tests.support.models.specs import dense_spec
 
 HIDDEN, FFN = 256, 256
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=1, hidden_size=HIDDEN, num_heads=2, num_kv_heads=2, head_dim=32, ffn_size=FFN, vocab_size=32,
     max_positions=16, norm_eps=1e-5,
 )  # fmt: skip
@@ -31,6 +32,7 @@ OPERATIONS = CompiledOperations(
     SPEC,
     rms_norm_torch,
     ACTIVATE,
+    lambda weights, bias: pytest.fail("dense weights are compiled, too"),
 )
 NORM = torch.linspace(0.5, 1.5, HIDDEN)
 
@@ -104,31 +106,31 @@ def test_choices_are_ordered_by_expert(experts, choices):
     assert starts.tolist() == [sum(e < expert for e in experts) for expert in range(8)]
 
 
-def layer(form: str, size_out: int, size_in: int, seed: int, has_bias: bool) -> CompiledLinear:
+def operands(form: str, size_out: int, size_in: int, seed: int, has_bias: bool) -> Operands:
     torch.manual_seed(seed)
     bias = torch.randn(size_out) if has_bias else None
     if form in FORMS:
-        return OPERATIONS.linear([draw_weight(FORMS[form], size_out, size_in, seed)], bias)
+        return Operands([draw_weight(FORMS[form], size_out, size_in, seed)], bias)
     if form == "two forms":
         parts = [draw_weight(FORMS[name], size_out // 2, size_in, seed) for name in ("Q4_K", "Q6_K")]
-        return OPERATIONS.linear(parts, bias)
+        return Operands(parts, bias)
     weight = torch.randn(size_out, size_in) * size_in**-0.5
-    return OPERATIONS.dense_linear(weight.bfloat16().float() if form == "bfloat16" else weight, bias)
+    return Operands([weight.bfloat16().float() if form == "bfloat16" else weight], bias)
 
 
 def mixtures(gate_up: str, down: str, of_shared: str, has_bias: bool) -> tuple[CompiledExperts, Experts]:
     """A compiled mixture, and one that runs the same layers one after another."""
     spec = ExpertsSpec(5, 2, True, shared=1)
     names = [(gate_up, down)] * 5 + [(of_shared, of_shared)]
-    layers = [
-        (layer(first, 2 * FFN, HIDDEN, i, has_bias), layer(second, HIDDEN, FFN, i + 10, has_bias))
+    experts = [
+        (operands(first, 2 * FFN, HIDDEN, i, has_bias), operands(second, HIDDEN, FFN, i + 10, has_bias))
         for i, (first, second) in enumerate(names)
     ]
     torch.manual_seed(1)
-    router = Router(OPERATIONS.dense_linear(torch.randn(5, HIDDEN) * 0.1, None))
-    compiled = OPERATIONS.experts(spec, router, layers)
+    router = Router(OPERATIONS.linear([torch.randn(5, HIDDEN) * 0.1], None))
+    compiled = OPERATIONS.experts(spec, router, experts)
     assert isinstance(compiled, CompiledExperts)
-    pairs = [(first.product, second.product) for first, second in layers]
+    pairs = [tuple(OPERATIONS.linear(*own).product for own in pair) for pair in experts]
     return compiled, Experts(spec, router, pairs, lambda product: product, ACTIVATE)
 
 

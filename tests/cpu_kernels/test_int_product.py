@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, RowMajorWeight, interleave, pack_torch
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, interleave, pack_torch
 from runtime.kernels.cpu.linear.lookup import lookup
 from runtime.kernels.cpu.linear.pack import pack
 from runtime.kernels.cpu.linear.weight_form import WeightForm
@@ -54,9 +54,9 @@ def draw_weight(form: WeightForm, num_rows: int, num_columns: int, seed: int) ->
         return (torch.randn(num_rows, num_columns // form.super_size, generator=generator) * 0.01).half()
 
     values = torch.randint(0, 1 << form.bits, (num_rows, num_columns), dtype=torch.uint8, generator=generator)
-    more = (shared(), of_super()) if form.has_minimum else (None, None)
-    scales, supers = shared(), of_super()
-    return interleave(RowMajorWeight(form, values, scales, more[0], supers, more[1]))
+    minimums, factors = (shared(), of_super()) if form.has_minimum else (None, None)
+    tensors = (values, shared(), minimums, of_super(), factors)
+    return interleave(form, [[tensor for tensor in tensors if tensor is not None]], num_rows)
 
 
 def draw_rows(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.kernels.attention.rope import (
@@ -25,10 +25,11 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.llm import LLM
 from runtime.worker.gpu.step_kernels import StepKernels
 from runtime.worker.sources import DummySource
+from tests.support.models.specs import dense_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=512, vocab_size=4099,
     max_positions=1024, norm_eps=1e-5,
 )  # fmt: skip

@@ -6,16 +6,16 @@ from functools import cache
 import pytest
 import torch
 
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import SamplingParams
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import dense_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 SHAPE = {"num_layers": 3, "ffn_size": 1536, "vocab_size": 4099, "max_positions": 2048, "norm_eps": 1e-5}
 SPECS = {
-    "64": DecoderSpec(hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, tied_head=True, **SHAPE),
-    "128": DecoderSpec(hidden_size=1024, num_heads=8, num_kv_heads=2, head_dim=128, qk_norm=True, **SHAPE),
+    "64": dense_spec(hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, tied_head=True, **SHAPE),
+    "128": dense_spec(hidden_size=1024, num_heads=8, num_kv_heads=2, head_dim=128, qk_norm="head", **SHAPE),
 }
 KINDS = [(spec, dtype, graphs) for spec in SPECS for dtype in ("bfloat16", "float32") for graphs in (True, False)]
 LENGTHS = (1, 2, 16, 17, 63, 200, 511, 513, 600, 1300)

@@ -1,6 +1,5 @@
 """The compiled kernels of latent attention: against float64, in graphs, and whole models."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.support.kernels.attention_cases import rows_of
 from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
 from tests.support.models.family_steps import logits_of
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -134,7 +134,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
 
 def model_logits(model: str, **config: Any) -> torch.Tensor:
     """Logits of a model with two layers of published width: prompts in chunks, then decode steps."""
-    spec = replace(spec_of(model), num_layers=2, vocab_size=1024)
+    spec = changed(spec_of(model), num_layers=2, vocab_size=1024)
     runner = tiny_runner(
         spec, device="cuda", dtype="bfloat16", num_kv_blocks=200, max_num_seqs=4, max_model_len=1024, **config
     )

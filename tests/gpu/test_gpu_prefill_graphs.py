@@ -1,7 +1,6 @@
 """Steps with prompts as CUDA graphs. In deterministic mode they have the same bits around every bucket's edges, alone
 and beside decode rows. Without it they have the same logits up to rounding."""
 
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -13,14 +12,15 @@ from runtime.base.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from tests.support.models.family_cases import spec_of as family_spec_of
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 VOCAB = 4099
 SPECS: dict[str, DecoderSpec] = {
-    "smollm2-135m": replace(spec_of("smollm2-135m"), num_layers=3, vocab_size=VOCAB),
-    "llama-3.2-1b": replace(spec_of("llama-3.2-1b"), num_layers=2, vocab_size=VOCAB),
-    "llama-3.2-3b": replace(spec_of("llama-3.2-3b"), num_layers=2, vocab_size=VOCAB),
+    "smollm2-135m": changed(spec_of("smollm2-135m"), num_layers=3, vocab_size=VOCAB),
+    "llama-3.2-1b": changed(spec_of("llama-3.2-1b"), num_layers=2, vocab_size=VOCAB),
+    "llama-3.2-3b": changed(spec_of("llama-3.2-3b"), num_layers=2, vocab_size=VOCAB),
 }
 HOT = SamplingParams(max_tokens=64, temperature=0.8)
 GARBAGE = 1 << 30
@@ -208,7 +208,7 @@ def test_memory_of_graphs_is_within_the_plan():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     runner = tiny_runner(
-        replace(spec_of("llama-3.2-3b"), num_layers=4), device="cuda", max_num_seqs=256, max_model_len=4096,
+        changed(spec_of("llama-3.2-3b"), num_layers=4), device="cuda", max_num_seqs=256, max_model_len=4096,
         num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16", prefill_graph_tokens=4096,
     )  # fmt: skip
     graph_runner = runner.steps.graph_runner

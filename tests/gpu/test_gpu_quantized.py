@@ -1,7 +1,5 @@
 """Quantized weights that are unpacked and widened on a GPU have the bits that a CPU gives them."""
 
-from dataclasses import replace
-
 import gguf
 import pytest
 import torch
@@ -13,19 +11,19 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.decoder_build import load_decoder
 from runtime.quant.at_load import GROUPS, quantized_at_load
-from runtime.quant.model_formats import LAYOUTS, encodings_at_load, weight_bytes
+from runtime.quant.model_formats import LAYOUTS, backend_format, encodings_at_load, weight_bytes
 from runtime.quant.parsers import parse_gguf
-from runtime.quant.products import products_of
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LLAMA, logits
 from tests.support.models.quantized_tensors import Tensors, equal, layout_of, random_weight
 from tests.support.models.runner_driver import TINY, tiny_runner
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -98,10 +96,10 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
 @pytest.mark.parametrize("form", GROUPS)
 def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
     monkeypatch.setattr(
-        "runtime.quant.model_formats.products_of",
-        lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
+        "runtime.quant.model_formats.backend_format",
+        lambda numerics: backend_format(numerics) if numerics.backend == "triton" else PlainFormat,
     )
-    spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
+    spec = changed(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
     settings = {"device": "cuda", "dtype": "bfloat16", "quantization": form, "head_quantization": "int8"}
     settings |= {"cuda_graphs": False}  # their replays would not show logits
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))

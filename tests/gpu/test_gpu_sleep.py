@@ -10,15 +10,15 @@ import torch
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import CallboardError, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.worker.sources import DummySource
+from tests.support.models.specs import dense_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=8, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64, ffn_size=4096, vocab_size=32003,
     max_positions=1024, norm_eps=1e-5,
 )  # fmt: skip

@@ -106,9 +106,9 @@ call ::= [a-z]+ "(" (argument (", " argument)*)? ")"
 argument ::= [0-9]+ | call
 ```
 
-**EBNF** describes texts character by character, and every one of them can be written. Rules without recursion become
-one terminal each. Where the end of a terminal depends on the text after it (`[a-z]+ "end"` beside a recursion), it is
-read by single characters. Masks of such free text take longer, and too much of it ends with `grammar_failed`.
+**EBNF** describes texts character by character, and each such text can be written. Rules without recursion become
+one terminal each. Where a terminal's end depends on the text after it (`[a-z]+ "end"` next to a recursion), it is
+read by single characters. Masks for such free text take longer, and too much of it ends with `grammar_failed`.
 
 **Lark** grammars go to llguidance. As in Lark, each terminal takes as much text as it can: after `/[a-z]+/`, the text
 `"end"` cannot follow. Regular expressions are Rust's.
@@ -127,7 +127,7 @@ The newer form has the formats `triggered_tags`, `tag`, `tags_with_separator`, `
 `any_text`, `json_schema`, `regex` and `grammar`. With `at_least_one`, the answer begins with a tag; with
 `stop_after_first`, it ends with the first.
 
-Free text is the last part of a sequence, or the content of a tag up to the first `end`. A regular expression within a
+Free text is the last part of a sequence, or a tag's content up to the first `end`. A regular expression within a
 tag ends at the first place where `end` follows, too.
 
 ## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
@@ -164,8 +164,8 @@ GPU. Both could read schemas, too. Callboard keeps a reader of its own where a m
 | Lark | `readers/lark.py` | llguidance | - |
 | automata | `matching/automaton.py` | outlines-core | slow steps of small models on a GPU: see below |
 
-**JSON Schema.** SchemaStore, 250 of 578 schemas drawn; 250 of Berkeley's 3,245 function-calling schemas; 250 of the 461
-groups of JSON-Schema-Test-Suite (draft 2020-12, at 44401e0c). Compiled as with `strict: true` (`python -m
+**JSON Schema.** SchemaStore, 250 of 578 schemas drawn; 250 of Berkeley's 3,245 function-calling schemas; 250 of
+JSON-Schema-Test-Suite's 461 groups (draft 2020-12, at 44401e0c). Compiled as with `strict: true` (`python -m
 benchmarks.engine.grammar_suite --sample 250 FOLDER ...`, one busy core of an Intel Xeon, family 6, model 167, 2.6 GHz):
 
 | schemas | reader | accepted | compile, ms, p50 / p90 | valid instances taken | invalid instances taken |
@@ -177,9 +177,8 @@ benchmarks.engine.grammar_suite --sample 250 FOLDER ...`, one busy core of an In
 | test suite | Callboard | 69.2 % | 1.6 / 8.9 | 331 | 0 |
 | test suite | llguidance | 44.0 % | 0.5 / 0.8 | 318 | 16 |
 
-**EBNF.** The nine examples of llama.cpp and 24 of transformers-CFG, up to 20 random texts of each (`python -m
-benchmarks.grammar_texts --texts 20 --tokenizer FOLDER GRAMMAR ...`, SmolLM2's vocabulary, same machine). Masks
-of the SMILES grammars were not timed:
+**EBNF.** The nine examples of llama.cpp and 24 of transformers-CFG, up to 20 random texts of each (`grammar_texts` of
+7be48e03, SmolLM2's vocabulary, same machine). Masks of the SMILES grammars were not timed:
 
 | grammars | reader | texts accepted | compile, ms (median, most) | mask, us (median of medians) |
 | --- | --- | --- | --- | --- |
@@ -203,9 +202,9 @@ longest terminal: an exact reader writes `floatx` for a keyword and a name. Befo
 | Lark's own | 14.4 s | 1.9 ms |
 | RFC index (llguidance) | 2.7 s | 15 ms |
 
-**Left out.** The suites show little loss for references across an `$id` within a schema (1 of 578 of SchemaStore), and
-for a `oneOf` of strings, numbers or arrays with different bounds (2 of 578). Both are refused. Lookaheads after `^`
-(4 of 578) stay: zod writes them for e-mail addresses.
+**Left out.** The suites show little loss for references across an `$id` within a schema (1 in SchemaStore's 578), and
+for a `oneOf` with strings, numbers or arrays that have different bounds (2 in 578). Both are refused. Lookaheads
+after `^` (4 in 578) stay: zod writes them for e-mail addresses.
 
 ## What it costs
 
@@ -215,7 +214,7 @@ spent the expected time of the build on its masks, if the automaton is small.
 
 Longer steps hide the masks, so none is built. `callboard:structured_outputs_total` counts outputs by engine.
 
-On an H200, random weights, 64 rows of one schema of open strings, median step in ms (`python -m
+On an H200, random weights, 64 rows with one schema of open strings, median step in ms (`python -m
 benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER`;
 [lines](../benchmarks/results/structured.jsonl)):
 
@@ -241,12 +240,12 @@ On a CPU core (AMD Zen 4), a corpus of 196 schemas (`python -m benchmarks.engine
 | 128,256 | 0.26 s | 0.6 / 1.2 | 18 / 905 (50) | 27 / 191 |
 | 151,665 | 0.27 s | 0.7 / 1.3 | 13 / 1,058 (46) | 36 / 222 |
 
-The first mask at a place of a grammar is the slow one. A matcher of the largest grammar (256 KiB) takes some 30 ms. A
-thread of the runner makes matchers of new grammars: the rows that need them wait, and other rows go on. A grammar's
+The first mask at a place in a grammar is the slow one. The largest grammar's matcher (256 KiB) takes some 30 ms. A
+runner thread makes matchers for new grammars: the rows that need them wait, and other rows continue. A grammar's
 text travels once to each engine, and once to its runners.
 
-Automata of real schemas take longer: some 3 ns of CPU time for a byte of the expression and a token of the vocabulary.
-Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python -m benchmarks.engine.grammar
+Automata for real schemas take longer: some 3 ns of CPU time per byte of the expression and token in the vocabulary.
+Types in OpenAI's API as closed objects, 30 each, with 49,152 tokens (`python -m benchmarks.engine.grammar
 --tokenizer FOLDER --api 30`), CPU seconds:
 
 | properties | built | p50 | p90 | p99 |
@@ -254,11 +253,11 @@ Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python
 | 1 to 60 | 29 | 0.07 | 0.22 | 0.42 |
 | 10 to 60 | 22 | 0.52 | 1.0 | 1.1 |
 
-The others have over 4,096 states or took over five seconds. At 20 us of the host a token (Llama-3.2-1B's shape above:
-1.29 ms for 64 rows), an automaton of half a second has paid after 25,000 tokens.
+The others have over 4,096 states or took over five seconds. At 20 us of host time a token (Llama-3.2-1B's shape above:
+1.29 ms for 64 rows), an automaton that takes half a second has paid after 25,000 tokens.
 
 Eight streams of SmolLM2 share two cores with the front and the engine while a client posts 11 harmful grammars a second
-(`python -m benchmarks.serving.grammar_bombs --url URL`). Of these, 225 got a 400 and 102 a right answer, the slowest
+(`grammar_bombs` of 7be48e03). Of these, 225 got a 400 and 102 a right answer, the slowest
 after 0.9 s:
 
 | | inter-token time, ms | p99 |

@@ -9,46 +9,45 @@ from hypothesis import strategies as st
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.types import SamplingParams
 from runtime.kernels.llvm.support import obstacle
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.runner_driver import TINY, Driver, tiny_runner
+from tests.support.models.specs import dense_spec
 
 SPECS = {
     "tiny": TINY,
     # Every dimension is odd to a vector register; a feed-forward layer is deep enough for oneDNN's one-row kernel.
-    "odd": DecoderSpec(
+    "odd": dense_spec(
         num_layers=2, hidden_size=100, num_heads=7, num_kv_heads=1, head_dim=10, ffn_size=1600, vocab_size=333,
         max_positions=256, norm_eps=1e-6, tied_head=True, qkv_bias=True,
     ),
-    "mixture": DecoderSpec(
+    "mixture": dense_spec(
         num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,
         max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
-        window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
+        window=(70, 0), soft_cap=1.5, logit_soft_cap=4.0,
     ),
     # As gpt-oss: eight heads share keys, windows alternate, and the router's softmax is over the chosen experts.
-    "sinks": DecoderSpec(
+    "sinks": dense_spec(
         num_layers=2, hidden_size=64, num_heads=16, num_kv_heads=2, head_dim=64, ffn_size=80, vocab_size=101,
-        max_positions=256, norm_eps=1e-6, window=128, sliding=(True, False), sinks=True, activation="swiglu_clamped",
-        activation_limit=7.0,
+        max_positions=256, norm_eps=1e-6, window=(128, 0), sinks=True, activation="swiglu_clamped",
         experts=ExpertsSpec(9, 3, False, scores="softmax_of_chosen", router_bias=True),
     ),
     # As DeepSeek V3: a sigmoid's scores, with a correction, choose groups and then experts.
-    "latents": DecoderSpec(
-        num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=1, head_dim=20, ffn_size=44, vocab_size=101,
-        max_positions=256, norm_eps=1e-6, latent=LatentSpec(24, 8, 12, 10, q_rank=16), dense_layers=1,
-        dense_ffn_size=88, experts=ExpertsSpec(
+    "latents": dense_spec(
+        num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=1, head_dim=20, ffn_size=(88, 44), vocab_size=101,
+        max_positions=256, norm_eps=1e-6, mixer=LatentSpec(6, 24, 8, 12, 10, q_rank=16), experts=(None, ExpertsSpec(
             8, 2, True, shared=1, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2",
             scale=2.5,
-        ),
+        )),
     ),
     # Weights that compiled kernels multiply, with a padded head and heads of two vectors.
-    "quantized": DecoderSpec(
+    "quantized": dense_spec(
         num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32, ffn_size=160, vocab_size=333,
-        max_positions=256, norm_eps=1e-6, tied_head=True, qk_norm=True,
+        max_positions=256, norm_eps=1e-6, tied_head=True, qk_norm="head",
     ),
 }  # fmt: skip
 NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "cpu_activations": "int8"}}

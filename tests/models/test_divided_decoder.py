@@ -11,6 +11,7 @@ from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.layer_spec import POST_NORMS, PRE_NORMS
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.base.model.sharding import parts_of
 from runtime.base.shard import Shard
@@ -33,78 +34,78 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from runtime.worker.state_cache import StateCache
+from tests.support.models.specs import changed, dense_spec
 from tests.support.ranks.rank_threads import on_ranks
 
-BASE = DecoderSpec(
+BASE = dense_spec(
     num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=201,
     max_positions=64, norm_eps=1e-5,
 )  # fmt: skip
-GEMMA_4 = replace(
-    BASE, num_layers=4, post_norms=True, activation="gelu_tanh", embed_scale=8.0, tied_head=True, logit_soft_cap=20.0,
-    window=8, sliding=(True, False) * 2, rope=RopeSpec(type="proportional", partial=0.25), local_rope=RopeSpec(),
-    attn_scale=1.0, qk_norm=True, v_norm=True, full_head_dim=32, layer_factors=True,
+GEMMA_4 = changed(
+    BASE, num_layers=4, norms=PRE_NORMS + POST_NORMS, activation="gelu_tanh", embed_scale=8.0, tied_head=True,
+    logit_soft_cap=20.0, window=(8, 0), rope=(RopeSpec(), RopeSpec(type="proportional", partial=0.25)), scale=1.0,
+    qk_norm="head", v_norm=True, head_dim=(16, 32), has_factor=True,
 )  # fmt: skip
 SPECS = {
     "llama": BASE,
-    "qwen": replace(BASE, qk_norm=True, qkv_bias=True, out_bias=True, tied_head=True),
-    "gemma": replace(
-        BASE, post_norms=True, activation="gelu_tanh", embed_scale=8.0, tied_head=True, attn_soft_cap=30.0,
-        logit_soft_cap=20.0, window=8, sliding=(True, False), num_kv_heads=2,
+    "qwen": changed(BASE, qk_norm="head", qkv_bias=True, out_bias=True, tied_head=True),
+    "gemma": changed(
+        BASE, norms=PRE_NORMS + POST_NORMS, activation="gelu_tanh", embed_scale=8.0, tied_head=True, soft_cap=30.0,
+        logit_soft_cap=20.0, window=(8, 0), num_kv_heads=2,
     ),
-    "mixture": replace(BASE, experts=ExpertsSpec(4, 2, normalized=True), ffn_size=64),
-    "mixture with shared experts": replace(
-        BASE, ffn_size=64, dense_layers=1, dense_ffn_size=128,
-        experts=ExpertsSpec(4, 2, True, shared=2, shared_gate=True, scores="sigmoid", choice_bias=True, sum_eps=1e-6),
+    "mixture": changed(BASE, experts=ExpertsSpec(4, 2, normalized=True), ffn_size=64),
+    "mixture with shared experts": changed(
+        BASE, ffn_size=(128, 64), experts=(None, ExpertsSpec(
+            4, 2, True, shared=2, shared_gate=True, scores="sigmoid", choice_bias=True, sum_eps=1e-6
+        )),
     ),
-    "mixture with biases": replace(
-        BASE, ffn_size=64, ffn_bias=True, activation="swiglu_clamped", activation_limit=7.0,
+    "mixture with biases": changed(
+        BASE, ffn_size=64, ffn_bias=True, activation="swiglu_clamped",
         experts=ExpertsSpec(4, 2, False, shared=1, scores="softmax_of_chosen", router_bias=True),
     ),
-    "mixture of groups": replace(
+    "mixture of groups": changed(
         BASE, ffn_size=64,
         experts=ExpertsSpec(
             8, 2, True, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2", sum_eps=1e-20
         ),
     ),
-    "gpt": replace(
+    "gpt": changed(
         BASE, rope=RopeSpec(partial=0.0), activation="gelu_tanh", gated=False, norm="layer", learned_positions=True,
         qkv_bias=True, out_bias=True, ffn_bias=True, fused_qkv=True, num_kv_heads=8,
     ),
-    "glm, smollm3, granite": replace(
-        BASE, rope=RopeSpec(partial=0.5, interleaved=True), no_rope=(False, True), qkv_bias=True, fused_gate_up=True,
-        post_norms=True, logit_scale=0.5, num_kv_heads=2,
+    "glm, smollm3, granite": changed(
+        BASE, rope=(RopeSpec(partial=0.5, interleaved=True), RopeSpec(partial=0.0)), qkv_bias=True,
+        fused_gate_up=True, norms=PRE_NORMS + POST_NORMS, logit_scale=0.5, num_kv_heads=2,
     ),
-    "gemma 4": replace(GEMMA_4, shared_kv_layers=2, shared_kv_ffn_size=256, layer_embed_size=12, full_kv_heads=1),
-    "gemma 4 mixture": replace(
-        GEMMA_4, ffn_size=64, dense_ffn_size=128, dense_beside=True, keys_as_values=True, full_kv_heads=2,
+    "gemma 4": changed(
+        GEMMA_4, kv_source=(None, None, 0, 1), ffn_size=(128, 128, 256, 256), embed_size=12, num_kv_heads=(4, 1)
+    ),
+    "gemma 4 mixture": changed(
+        GEMMA_4, ffn_size=64, beside=128, keys_as_values=(False, True), num_kv_heads=(4, 2),
         experts=ExpertsSpec(4, 2, True, expert_scales=True, own_norm=True),
     ),
-    "sinks": replace(BASE, sinks=True, window=8, sliding=(True, False)),
-    "olmo": replace(BASE, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_all_heads=True),
-    "delta rule": replace(
-        BASE, output_gate=True, qk_norm=True, rope=RopeSpec(partial=0.25), stateful=(True, False),
-        mixer=DeltaRuleSpec(key_heads=8, value_heads=16, key_dim=8, value_dim=12, width=4),
+    "sinks": changed(BASE, sinks=True, window=(8, 0)),
+    "olmo": changed(BASE, norms=POST_NORMS, qk_norm="all"),
+    "delta rule": changed(
+        BASE, output_gate=True, qk_norm="head", rope=RopeSpec(partial=0.25),
+        mixer=(DeltaRuleSpec(key_heads=8, value_heads=16, key_dim=8, value_dim=12, width=4), None),
     ),
-    "delta rule by key head": replace(
-        BASE, output_gate=True, num_kv_heads=2, stateful=(False, True),
-        mixer=DeltaRuleSpec(key_heads=8, value_heads=16, key_dim=12, value_dim=8, width=3, by_key_head=True),
+    "delta rule by key head": changed(
+        BASE, output_gate=True, num_kv_heads=2,
+        mixer=(None, DeltaRuleSpec(key_heads=8, value_heads=16, key_dim=12, value_dim=8, width=3, by_key_head=True)),
     ),
-    "tiled delta rule": replace(
-        BASE, output_gate=True, stateful=(True, False),
-        mixer=DeltaRuleSpec(key_heads=4, value_heads=12, key_dim=8, value_dim=16, width=4, tiled=True),
+    "tiled delta rule": changed(
+        BASE, output_gate=True,
+        mixer=(DeltaRuleSpec(key_heads=4, value_heads=12, key_dim=8, value_dim=16, width=4, tiled=True), None),
     ),
-    "short convolution": replace(BASE, stateful=(True, False), mixer=ShortConvSpec(64, 3, bias=True)),
-    "latents": replace(
-        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, split_up=True),
-        rope=RopeSpec(interleaved=True),
-    ),
-    "latents of q, mixture": replace(
-        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, q_rank=16), ffn_size=64, dense_layers=1,
-        dense_ffn_size=128, experts=ExpertsSpec(
+    "short convolution": changed(BASE, mixer=(ShortConvSpec(64, 3, bias=True), None)),
+    "latents": changed(BASE, mixer=LatentSpec(8, 24, 8, 12, 10, split_up=True, rope=RopeSpec(interleaved=True))),
+    "latents of q, mixture": changed(
+        BASE, mixer=LatentSpec(8, 24, 8, 12, 10, q_rank=16), ffn_size=(128, 64), experts=(None, ExpertsSpec(
             8, 2, True, shared=1, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2",
-        ),
+        )),
     ),
-    "phi": replace(BASE, fused_qkv=True, fused_gate_up=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
+    "phi": changed(BASE, fused_qkv=True, fused_gate_up=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
 }  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             if device.type == "cuda":
                 part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
                 plan = PagedBatch(total, [part])
-            elif decoder.kernels.compiled is not None and decoder.kernels.compiled.attention is not None:
+            elif decoder.kernels.launcher is not None:
                 in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
                 plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
             else:
@@ -204,7 +205,7 @@ def test_ranks_with_an_adapter_have_the_logits_of_one(family, size, tmp_path):
 
 
 def test_heads_and_tokens_by_threes():
-    spec = replace(BASE, num_heads=9, num_kv_heads=3, ffn_size=96)
+    spec = changed(BASE, num_heads=9, num_kv_heads=3, ffn_size=96)
     torch.testing.assert_close(all_logits(spec, 3), all_logits(spec, 1), rtol=1e-4, atol=1e-4)
 
 
@@ -220,7 +221,7 @@ def test_rank_invariant_logits_are_equal_to_the_bit(family):
 
 def test_rank_invariant_logits_of_quantized_weights():
     """All groups quantize a leaf alike."""
-    spec = replace(BASE, hidden_size=512, head_dim=64, ffn_size=512)
+    spec = changed(BASE, hidden_size=512, head_dim=64, ffn_size=512)
     settings = {"quantization": "int4", "head_quantization": "int8", "rank_invariant": True}
     for backend in ("llvm", "torch"):
         want = all_logits(spec, 1, kernel_backend=backend, **settings)
@@ -240,11 +241,11 @@ def test_quantized_experts_keep_their_biases():
 @pytest.mark.parametrize("backend", ["torch", "llvm"])
 def test_ranks_have_whole_blocks_of_experts_in_mxfp4(backend):
     """Two ranks have 128 and 64 of the 192 intermediate values."""
-    spec = replace(SPECS["mixture with biases"], ffn_size=192)
+    spec = changed(SPECS["mixture with biases"], ffn_size=192)
     scheme = QuantizationScheme("mxfp4", "fp4", group_size=32, scale_dtype="float8_e8m0fnu")
     names = [name for name in spec.shapes() if ".experts." in name and name.endswith(".weight")]
     spec = replace(spec, quantization=dict.fromkeys(names, scheme))
-    assert [spec.of_rank(Shard(rank, 2)).ffn_size for rank in (0, 1)] == [128, 64]
+    assert [spec.of_rank(Shard(rank, 2)).ffn.size for rank in (0, 1)] == [128, 64]
     want = all_logits(spec, 1, kernel_backend=backend)
     torch.testing.assert_close(all_logits(spec, 2, kernel_backend=backend), want, rtol=2e-3, atol=2e-3)
     with pytest.raises(CallboardError, match="2 ranks need equal parts of experts in mxfp4"):
@@ -263,7 +264,7 @@ def test_gpt_oss_has_whole_blocks_on_every_rank(size):
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_have_parts_of_weights_that_differ_in_form(tied):
     kinds = {"q": "Q5_0", "k": "Q5_0", "v": "Q8_0", "out": "Q4_0", "gate": "Q4_1", "up": "Q4_1", "down": "Q5_1"}
-    spec = replace(BASE, hidden_size=256, head_dim=32, ffn_size=256, tied_head=tied)
+    spec = changed(BASE, hidden_size=256, head_dim=32, ffn_size=256, tied_head=tied)
     names = {f"layers.{layer}.{part}.weight": kind for layer in range(2) for part, kind in kinds.items()}
     rule = parse_gguf({"types": {f"{name}.weight": kind for name, kind in (names | {"embed": "Q8_0"}).items()}})
     spec = replace(spec, quantization={name: rule(name, name) for name in (*names, "embed")})

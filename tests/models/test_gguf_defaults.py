@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
 from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.models import load_spec
 from tests.models.test_gguf_architectures import export_model
 from tests.support.models.gguf_models import MODELS
+from tests.support.models.specs import field_of
 
 
 def _spec(file: GgufFile, **changes: Any) -> DecoderSpec:
@@ -77,10 +78,14 @@ def test_an_absent_optional_key_is_its_default(name, tmp_path):
         assert _spec_or_refusal(file, **{key: None}) == _spec_or_refusal(file, **{key: value}), key
 
 
+def _rope(file: GgufFile, key: str) -> RopeSpec:
+    return field_of(_spec(file, **{key: 4.0}), "rope")
+
+
 def test_a_factor_without_a_type_is_linear(tmp_path):
     file = GgufFile(export_model("llama", tmp_path)[1])
     for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):  # the name now, and at first
-        assert (_spec(file, **{key: 4.0}).rope.type, _spec(file, **{key: 4.0}).rope.factor) == ("linear", 4.0)
+        assert (_rope(file, key).type, _rope(file, key).factor) == ("linear", 4.0)
 
 
 def test_biases_of_q_k_and_v_need_none_of_the_output(tmp_path):
@@ -88,7 +93,7 @@ def test_biases_of_q_k_and_v_need_none_of_the_output(tmp_path):
     for i in range(3):
         del file.tensors[f"blk.{i}.attn_output.bias"]
     spec = _spec(file)
-    assert (spec.qkv_bias, spec.out_bias) == (True, False)
+    assert (field_of(spec, "qkv_bias"), field_of(spec, "out_bias")) == (True, False)
 
 
 def test_rows_of_keys_need_no_head_count_kv(tmp_path):

@@ -16,7 +16,6 @@ from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.model.sharding import Part
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
-from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
@@ -25,13 +24,13 @@ from runtime.loading.stacked_experts import single_weights
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.models.weights import draw, locate_parameters, read_from
-from runtime.quant.model_formats import weight_bytes, weight_formats
-from runtime.quant.quantized_formats import InterleavedFormat
+from runtime.quant.model_formats import weight_bytes
 from runtime.worker.memory import plan_memory
 from tests.support.models.family_cases import CONTEXT, save_model, spec_of
 from tests.support.models.gguf_export import export
 from tests.support.models.quantized_tensors import numerics
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.specs import field_of
 from tests.support.models.tiny_gguf import TINY_TOKENS, write_tiny_gguf
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
@@ -54,8 +53,8 @@ def test_experts_are_those_of_transformers(case, tmp_path):
         ("up", gate_up[1::2], bias[1::2]),
         ("down", experts.down_proj[4].T, experts.down_proj_bias[4]),
     ):
-        assert torch.equal(read(f"layers.1.experts.4.{part}.weight")[0], weight)
-        assert torch.equal(read(f"layers.1.experts.4.{part}.bias")[0], own)
+        assert torch.equal(read(f"layers.1.experts.4.{part}.weight").dense, weight)
+        assert torch.equal(read(f"layers.1.experts.4.{part}.bias").dense, own)
 
 
 @COMPILED
@@ -81,13 +80,13 @@ def test_a_rank_reads_its_rows_and_columns(case, tmp_path):
     for part in (Part(0, 1, 33), Part(1, 0, 32)):
         for name in ("gate", "up", "down"):
             parameter = f"layers.0.experts.5.{name}.weight"
-            got = whole(parameter, part)[0]
-            assert torch.equal(got, whole(parameter)[0].narrow(part.dim, part.start, part.stop - part.start))
+            got = whole(parameter, part).dense
+            assert torch.equal(got, whole(parameter).dense.narrow(part.dim, part.start, part.stop - part.start))
     rank = spec.of_rank(Shard(1, 2))
     read = read_from(checkpoint, rank, weight_map, numerics(torch.float32))
     for name in ("sinks", "router.bias", "experts.1.gate.bias", "experts.1.down.bias", "experts.1.up.weight"):
         parameter = f"layers.2.{name}"
-        assert torch.equal(read(parameter)[0], whole(parameter)[0][-rank.shapes()[parameter][0] :])
+        assert torch.equal(read(parameter).dense, whole(parameter).dense[-rank.shapes()[parameter][0] :])
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
@@ -195,14 +194,17 @@ def test_stacks_of_other_families_stay_halves():
 
 def test_the_published_config_is_read():
     spec, _ = load_spec(PUBLISHED["gpt-oss-120b"])
-    assert spec.rope == RopeSpec(
+    assert field_of(spec, "rope") == RopeSpec(
         150_000.0, "yarn", 32.0, original_positions=4096, attention_factor=1.3465735902799727, truncate=False
     )
-    assert (spec.window, spec.sliding[:3], spec.max_positions) == (128, (True, False, True), 131072)
-    assert all((spec.sinks, spec.ffn_bias, spec.qkv_bias, spec.out_bias, not spec.tied_head))
+    assert (field_of(spec, "window")[:3], spec.max_positions) == ((128, 0, 128), 131072)
+    assert all(field_of(spec, name) for name in ("sinks", "ffn_bias", "qkv_bias", "out_bias"))
+    assert not spec.tied_head
     assert len(spec.quantization or {}) == 36 * 128 * 3
     with pytest.raises(CallboardError, match=r"swiglu_alpha is 1\.5; supported is 1\.702"):
         load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_alpha": 1.5})
+    with pytest.raises(CallboardError, match=r"clamped to 9\.0; only 7\.0 is supported"):
+        load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_limit": 9})
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
@@ -225,10 +227,7 @@ def test_random_experts_are_the_same_in_every_form():
     found = []
     for backend in ("torch", "llvm"):
         form = replace(numerics(torch.float32), backend=backend)
-        read, weight_format = draw(spec, form, 3), weight_formats(spec, form)("layers.0.experts.2.down.weight")
-        weight = read("layers.0.experts.2.down.weight")
-        if isinstance(weight_format, InterleavedFormat):
-            weight = (dequantize_interleaved(weight_format.interleaved([weight], len(weight[0]))),)
-        found.append(weight[0])
+        weight = draw(spec, form, 3)("layers.0.experts.2.down.weight")
+        found.append(weight.weight_format.dense(weight.operand))
     assert torch.equal(*found)
     assert 0.7 < found[0].std() * 128**0.5 < 1.4

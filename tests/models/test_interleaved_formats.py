@@ -17,10 +17,10 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.linear_maps import LinearMaps, row_order
 from runtime.quant.at_load import quantized_at_load
+from runtime.quant.held_weight import HeldWeight
+from runtime.quant.llvm_format import LlvmFormat
 from runtime.quant.model_formats import LAYOUTS, weight_bytes, weight_formats
 from runtime.quant.parsers import parse_gguf
-from runtime.quant.products import LlvmProducts
-from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location
 from tests.models.test_quantized_gguf import Blocks, random_blocks
@@ -30,10 +30,11 @@ from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import logits
 from tests.support.models.quantized_tensors import CPU, equal, layout_of, random_weight, source_of
 from tests.support.models.runner_driver import Driver, open_runner, tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
 LLVM = Numerics(torch.float32, CPU, "llvm", packed=False, deterministic=False)
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8, "MXFP4": 4}
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=1, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, ffn_size=256, vocab_size=131,
     max_positions=64, norm_eps=1e-5,
 )  # fmt: skip
@@ -54,8 +55,8 @@ def test_gguf_types_keep_their_numbers_and_bits(kind, rows, blocks, seed):
     want = torch.from_numpy(quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     layout = LAYOUTS[f"gguf {kind}"](gguf_scheme(kind))
     shape = tuple(want.shape)
-    kept = InterleavedFormat(layout, layout.encoding(shape), LlvmProducts())
-    weight = kept.interleaved([kept.read(Blocks(raw), Location("a.weight", shape), LLVM)], rows)
+    kept = LlvmFormat(layout, layout.encoding(shape), LLVM)
+    weight = kept.operand([kept.read(Blocks(raw), Location("a.weight", shape), LLVM)], rows)
     assert weight.form.bits == BITS[kind]
     assert equal(dequantize_interleaved(weight) + 0.0, want + 0.0)
     assert weight.nbytes == kept.device_bytes(shape, LLVM)
@@ -66,15 +67,15 @@ def test_gguf_types_keep_their_numbers_and_bits(kind, rows, blocks, seed):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_checkpoints_keep_their_numbers(name):
-    layout, products, shape = layout_of(FORMATS[name]), LlvmProducts(), (80, 256)
+    layout, products, shape = layout_of(FORMATS[name]), LlvmFormat, (80, 256)
     encoding = layout.encoding(shape)
     if not (products.takes(encoding) and encoding.fits(shape) and products.fits(encoding, shape)):
         assert "int" not in encoding.label or encoding.reordered
         return
     tensors = FORMATS[name].pack(*random_weight(shape))
     source, location = source_of(tensors), Location("q_proj.weight", shape)
-    kept = InterleavedFormat(layout, encoding, products)
-    weight = kept.interleaved([kept.read(source, location, LLVM)], shape[0])
+    kept = LlvmFormat(layout, encoding, LLVM)
+    weight = kept.operand([kept.read(source, location, LLVM)], shape[0])
     assert weight.form.bits == encoding.bits
     assert weight.nbytes <= kept.device_bytes(shape, LLVM)
     assert torch.equal(
@@ -89,7 +90,7 @@ def test_weights_quantized_at_load_have_short_scales(encoding, bits):
     spec = quantized_at_load(SPEC, EngineConfig(quantization=encoding), "cpu")
     kept = weight_formats(spec, LLVM)("layers.0.q.weight")
     dense = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    weight = kept.interleaved([kept.encode(dense)], 256)
+    weight = kept.operand([kept.encode(dense)], 256)
     assert weight.nbytes == kept.device_bytes((256, 256), LLVM) <= bits / 8 * dense.numel()
     assert torch.equal(
         dequantize_interleaved(weight), kept.encoding.dequantize(kept.encoding.encode(dense), torch.float32)
@@ -102,13 +103,11 @@ def maps_of(spec: DecoderSpec) -> tuple[LinearMaps, dict[str, torch.Tensor]]:
     """The maps of random weights, and the numbers of each weight in the order of the checkpoint."""
     format_of, dense = weight_formats(spec, LLVM), dict[str, torch.Tensor]()
 
-    def read(name: str, part: object = None) -> tuple[torch.Tensor, ...]:
+    def read(name: str, part: object = None) -> HeldWeight:
         drawn = torch.randn(spec.shapes()[name], generator=torch.Generator().manual_seed(len(name)))
         kept = format_of(name)
-        weight = kept.encode(drawn)
-        if isinstance(kept, InterleavedFormat):
-            drawn = dequantize_interleaved(kept.interleaved([weight], len(drawn)))
-        dense[name] = drawn
+        weight = HeldWeight((name,), kept, kept.encode(drawn))
+        dense[name] = kept.dense(weight.operand)
         return weight
 
     return LinearMaps(spec, select(LLVM, spec), format_of, read), dense
@@ -121,7 +120,7 @@ def maps_of(spec: DecoderSpec) -> tuple[LinearMaps, dict[str, torch.Tensor]]:
 )
 def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
     names = [f"layers.0.{part}.weight" for part in "qkv"]
-    spec = replace(SPEC, rope=rope, quantization=dict(zip(names, map(gguf_scheme, kinds), strict=True)))
+    spec = changed(SPEC, rope=rope, quantization=dict(zip(names, map(gguf_scheme, kinds), strict=True)))
     maps, dense = maps_of(spec)
     layer = maps.linear("layers.0.", "qkv")
     assert len(layer.parts) == num_parts
@@ -136,15 +135,15 @@ def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
 def test_a_dense_part_makes_the_layer_dense():
     schemes = {f"layers.0.{part}.weight": gguf_scheme("Q4_0") for part in ("q", "k", "gate", "up", "down")}
     format_of = weight_formats(replace(SPEC, quantization=schemes), LLVM)
-    assert not any(isinstance(format_of(f"layers.0.{part}.weight"), InterleavedFormat) for part in "qkv")
+    assert not any(isinstance(format_of(f"layers.0.{part}.weight"), LlvmFormat) for part in "qkv")
     assert format_of("layers.0.v.weight") is DENSE
-    assert isinstance(format_of("layers.0.down.weight"), InterleavedFormat)
+    assert isinstance(format_of("layers.0.down.weight"), LlvmFormat)
 
 
 @pytest.mark.parametrize("dense_shared", [False, True])
 def test_experts_may_differ_in_form(dense_shared):
     kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}
-    spec = replace(SPEC, experts=ExpertsSpec(3, 2, normalized=True, shared=1))
+    spec = changed(SPEC, experts=ExpertsSpec(3, 2, normalized=True, shared=1))
     schemes = {
         f"layers.0.experts.{e}.{part}.weight": gguf_scheme("Q8_0" if e == 3 else kind)
         for e in range(4)
@@ -187,7 +186,7 @@ def test_the_head_in_leaves_is_a_second_copy():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_have_quantized_weights_too(dtype):
-    spec = replace(SPEC, num_layers=2, max_positions=256)
+    spec = changed(SPEC, num_layers=2, max_positions=256)
     wide, narrow = (tiny_runner(spec, quantization="int8", dtype=each) for each in ("float32", dtype))
     assert narrow.info.weight_formats == wide.info.weight_formats == "int8 rows"
     found = []
@@ -200,7 +199,7 @@ def test_other_dtypes_have_quantized_weights_too(dtype):
 
 def test_embeddings_of_layers_become_int8():
     """They are half of the weights of Gemma 4 E2B."""
-    spec = replace(SHAPES, hidden_size=64, ffn_size=96, layer_embed_size=32)
+    spec = changed(SHAPES, hidden_size=64, ffn_size=96, embed_size=32)
     runner, plain = (tiny_runner(spec, quantization=kind, kernel_backend="llvm") for kind in ("int8", "none"))
     saved = plain.memory.weights - runner.memory.weights
     assert saved > 2.9 * spec.vocab_size * spec.num_layers * 32

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import CallboardError
 from runtime.core.prefix_cache import root_hash
 from runtime.worker.runner import ModelRunner
@@ -16,10 +15,11 @@ from runtime.worker.sources import CheckpointSource
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import write
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import dense_spec
 
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,
-    max_positions=256, norm_eps=1e-6, window=70, sliding=(True, False), attn_soft_cap=1.5, sinks=True,
+    max_positions=256, norm_eps=1e-6, window=(70, 0), soft_cap=1.5, sinks=True,
 )  # fmt: skip
 KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])
 

@@ -18,6 +18,7 @@ from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant.model_formats import check_products
 from tests.support.models.family_cases import spec_of
+from tests.support.models.specs import changed
 
 RANK, ROPE, NOPE, VALUE, HEADS = 20, 6, 12, 10, 5
 
@@ -72,9 +73,9 @@ def test_a_model_has_the_published_number_of_parameters(model, billions):
 
 def test_yarn_scales_scores_by_the_square_of_its_factor():
     spec = load_spec(PUBLISHED["deepseek-v3"])[0]
-    assert spec.attn_scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
-    assert spec.rope.attention_factor == 1.0
-    assert load_spec(PUBLISHED["glm-4.7-flash"])[0].attn_scale == pytest.approx(256**-0.5)
+    assert spec.latent.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
+    assert spec.latent.rope.attention_factor == 1.0
+    assert load_spec(PUBLISHED["glm-4.7-flash"])[0].latent.scale == pytest.approx(256**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_settings_without_a_form_for_latents_are_refused(settings, message):
 
 def test_leaves_have_no_latent_kernels_on_a_gpu():
     numerics = Numerics(torch.float32, torch.device("meta"), "triton", False, True, rank_invariant=True)
-    spec = replace(spec_of("deepseek v3"), experts=None)
+    spec = changed(spec_of("deepseek v3"), experts=None)
     with pytest.raises(CallboardError, match="for which latent attention has no kernels on a GPU"):
         check_products(spec, numerics, EngineConfig(rank_invariant=True))
 

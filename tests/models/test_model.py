@@ -21,6 +21,7 @@ from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.types import CallboardError
 from runtime.models import load_spec
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.specs import field_of
 
 BASE = {
     "vocab_size": 101,
@@ -107,12 +108,16 @@ def decoder_spec(config):
     return load_spec(config | {"architectures": ["LlamaForCausalLM"]})[0]
 
 
+def rope_of(spec):
+    return field_of(spec, "rope")
+
+
 def test_rope_is_read_from_both_forms_of_config():
     scaling = {"type": "linear", "factor": 2.0}
     old = decoder_spec(BASE | {"rope_theta": 5e5, "rope_scaling": scaling})
     new = decoder_spec(BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}})
-    assert old.rope == new.rope == RopeSpec(5e5, "linear", 2.0)
-    assert decoder_spec(BASE | {"rope_theta": 7.0, "rope_scaling": None}).rope == RopeSpec(7.0)
+    assert rope_of(old) == rope_of(new) == RopeSpec(5e5, "linear", 2.0)
+    assert rope_of(decoder_spec(BASE | {"rope_theta": 7.0, "rope_scaling": None})) == RopeSpec(7.0)
 
 
 def test_unsupported_models_are_named_with_what_is_supported():

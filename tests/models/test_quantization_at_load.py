@@ -28,7 +28,7 @@ from runtime.quant.report import weight_report
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
 from runtime.text.tokenizer import Tokenizer
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LLAMA, MIXTRAL, PHI, logits
 from tests.support.models.quantized_tensors import CPU, Tensors, equal, numerics, random_weight, source_of
@@ -56,7 +56,7 @@ CONFIGS = {  # of checkpoints as llm-compressor and bitsandbytes write them
 
 @pytest.fixture(autouse=True)
 def _products_with_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: PlainFormat)
 
 
 def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
@@ -218,6 +218,25 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+class LateWeight:
+    """A weight that a product dequantizes."""
+
+    def __init__(self, kept: PlainFormat, weight: tuple[torch.Tensor, ...]) -> None:
+        self.kept, self.weight = kept, weight
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        x, own, *bias = args
+        return function(x, own.kept.encoding.dequantize(own.kept.unpacked(own.weight), x.dtype), *bias)
+
+
+class LateFormat(PlainFormat):
+    """Weights stay quantized when they have become layers."""
+
+    def operand(self, pieces, num_rows):
+        return LateWeight(self, *pieces)
+
+
 @pytest.mark.parametrize("form", ["none", *CONFIGS])
 def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     hidden, ffn = 256, 1024
@@ -227,6 +246,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     source = Tensors({names[parameter]: weight for parameter, weight in tensors.items()})
     spec = quantized_at_load(spec, EngineConfig(quantization=form, head_quantization="int8"))
     monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 1 << 13)
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: LateFormat)
     with LiveBytes() as live:
         decoder = load_decoder(source, spec, weight_map, numerics(torch.bfloat16), 8)
     size, fused = weight_bytes(decoder.spec, decoder.numerics), 2 * 2 * ffn * hidden
@@ -235,7 +255,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
 
 def test_weights_without_a_kernel_stay_plain_and_are_named(tmp_path, monkeypatch, write_tiny_gguf):
     plain, _ = write_both(tmp_path, "fp8", LLAMA)
-    monkeypatch.setattr(type(PLAIN), "fits", lambda self, form, shape: shape != (64, 160))
+    monkeypatch.setattr(PlainFormat, "fits", lambda form, shape: shape != (64, 160))
     runner = open_runner(plain, dtype="bfloat16", quantization="fp8", deterministic=True)
     assert runner.info.weight_formats == "fp8 rows, dense"
     assert weight_formats(runner.decoder.spec, runner.numerics)("layers.0.down.weight").name == "dense"
@@ -292,11 +312,11 @@ def test_a_format_without_a_kernel_here_is_refused(monkeypatch):
     for products, refusal in (
         (lambda numerics: None, "leave it at auto."),
         (
-            lambda numerics: PLAIN if numerics.dtype == torch.bfloat16 else None,
+            lambda numerics: PlainFormat if numerics.dtype == torch.bfloat16 else None,
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
-        monkeypatch.setattr("runtime.quant.model_formats.products_of", products)
+        monkeypatch.setattr("runtime.quant.model_formats.backend_format", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:
                 tiny_runner(dtype="float32", **{field: form})

@@ -14,10 +14,10 @@ from runtime.models import load_spec
 from runtime.quant.checkpoint_layouts import exponents, unpack_nibbles, unpack_words
 from runtime.quant.encodings import ENCODINGS, Float8, Integer4, Integer8, Table
 from runtime.quant.model_formats import weight_bytes, weight_formats
-from tests.support.models.plain_products import PLAIN, pack_nibbles
+from tests.support.models.plain_format import PlainFormat, pack_nibbles
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LLAMA, MIXTRAL, logits, write
-from tests.support.models.quantized_tensors import equal, numerics
+from tests.support.models.quantized_tensors import equal, layout_of, numerics
 from tests.support.models.runner_driver import open_runner
 
 ALL = {
@@ -72,9 +72,10 @@ def test_quantized_values_are_near_and_survive_packing(name, shape):
     step = {Float8: 2**-4, Integer8: 2**-7, Integer4: 1 / 14, Table: 0.17}[type(form)]
     assert float((got - dense).abs().max()) <= step * float(dense.max() - dense.min()) + 1e-6
     if form.fits(shape):
-        packed = PLAIN.packed(form, weight)
+        kept = PlainFormat(layout_of(FORMATS["awq"]), form, numerics(torch.float32))
+        packed = kept.packed(weight)
         assert sum(tensor.nbytes for tensor in packed) == form.device_bytes(shape)
-        assert equal(form.dequantize(PLAIN.unpacked(form, packed), torch.float32), got)
+        assert equal(form.dequantize(kept.unpacked(packed), torch.float32), got)
         again = form.dequantize(form.encode(got), torch.float32)
         torch.testing.assert_close(again, got, atol=1e-5, rtol=1e-5)
     zeros = form.dequantize(form.encode(torch.zeros(shape)), torch.float32)
@@ -109,7 +110,7 @@ def test_dequantizing_in_pieces_changes_nothing(monkeypatch):
 
 @pytest.fixture
 def kernels_for_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: PlainFormat)
 
 
 KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]

@@ -18,10 +18,10 @@ from runtime.models.weights import locate_parameters
 from runtime.quant.gguf_blocks import TYPES
 from runtime.quant.model_formats import LAYOUTS, weight_formats
 from runtime.quant.parsers import parse_gguf
-from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.weight_format import Location
 from tests.support.models.gguf_export import export
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.quantized_models import logits
 from tests.support.models.quantized_tensors import equal, numerics
 from tests.support.models.runner_driver import open_runner
@@ -80,10 +80,10 @@ def test_values_equal_those_of_the_gguf_package(name):
     assert equal(read(Part(1, block.columns, 3 * block.columns)), want[:, block.columns :])
     with pytest.raises(CallboardError, match=f"begin or end within {block.columns} that are stored together"):
         read(Part(1, 0, 16))
-    kept = QuantizedFormat(layout, form, PLAIN)
+    kept = PlainFormat(layout, form, numerics(torch.float32))
     weight = kept.read(Blocks(raw), Location("a.weight", shape), numerics(torch.float32))
     assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(torch.float32))
-    assert equal(form.dequantize(PLAIN.unpacked(form, weight), torch.float32), want)
+    assert equal(kept.operand([weight], len(want)), want)
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}

@@ -5,9 +5,9 @@ import torch
 
 from runtime.base.model.sharding import Part
 from runtime.base.types import CallboardError
-from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.weight_format import Location
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_tensors import equal, layout_of, numerics, random_weight, source_of
 
@@ -32,12 +32,10 @@ def test_values_equal_those_of_the_library(name, shape):
     (got,) = widened.read(source, location, numerics(want.dtype))
     assert equal(got, want)
     if layout.encoding(shape).fits(shape):
-        kept = QuantizedFormat(layout, layout.encoding(shape), PLAIN)
+        kept = PlainFormat(layout, layout.encoding(shape), numerics(want.dtype))
         weight = kept.read(source, location, numerics(want.dtype))
         assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(want.dtype))
-        assert equal(
-            layout.encoding(shape).dequantize(PLAIN.unpacked(layout.encoding(shape), weight), want.dtype), want
-        )
+        assert equal(kept.operand([weight], len(want)), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)

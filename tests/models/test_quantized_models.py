@@ -12,7 +12,7 @@ from runtime.models import load_spec
 from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.text.tokenizer import Tokenizer
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import (
     DEEPSEEK,
@@ -77,7 +77,7 @@ def test_shared_experts_are_read_in_parts(tmp_path, name, config, monkeypatch):
     assert torch.equal(got, want)
     got, want = (logits(open_runner(folders[0], quantization=form)) for form in ("auto", "none"))
     assert (got - want).norm() <= 1e-3 * want.norm()
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: PlainFormat)
     assert (logits(open_runner(folders[0], kernel_backend="torch")) - want).norm() <= 1e-5 * want.norm()
 
 
@@ -97,7 +97,7 @@ def test_layers_with_states_are_read(tmp_path, name, config, dense):
 def test_rows_of_blocks_move_with_their_scales(tmp_path, config, monkeypatch):
     quantized, _ = write(tmp_path, FORMATS["fp8-block"], config)
     want = logits(open_runner(quantized, kernel_backend="torch", quantization="none"))
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: PlainFormat)
     runner = open_runner(quantized, kernel_backend="torch")
     moved = [part for parts, _ in runner.decoder.spec.linears(1).values() for part in parts if "q" in part]
     format_of = weight_formats(runner.decoder.spec, runner.numerics)

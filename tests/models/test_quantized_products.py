@@ -2,25 +2,27 @@
 values."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.types import CallboardError
 from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.quant.at_load import PLAIN
+from runtime.quant.checkpoint_layouts import Plain
 from runtime.quant.encodings import ENCODINGS
-from runtime.quant.model_formats import dequantized_copy_bytes
-from runtime.quant.products import TritonProducts, products_of
+from runtime.quant.held_weight import HeldWeight, joined
+from runtime.quant.model_formats import backend_format, dequantized_copy_bytes
 from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.triton_format import TritonFormat
 from runtime.worker.runner import choose_numerics
 from tests.support.models.runner_driver import tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
@@ -38,25 +40,25 @@ FORMS_WITH_KERNELS = {
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
 def test_packed_weights_have_the_values_of_their_format(name):
-    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(GPU), (192, 384)
-    assert products.takes(form)
-    assert products.fits(form, shape)
+    form, shape = FORMS_WITH_KERNELS[name], (192, 384)
+    kept = TritonFormat(Plain(QuantizationScheme(PLAIN, "int8")), form, GPU)
+    assert TritonFormat.takes(form)
+    assert TritonFormat.fits(form, shape)
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weights = [form.encode(dense[:64]), form.encode(dense[64:])]
-    packed = [products.packed(form, weight) for weight in weights]
-    assert sum(t.nbytes for weight in packed for t in weight) == products.device_bytes(form, shape)
-    joined = tuple(torch.cat(same) for same in zip(*packed, strict=True))
-    made: list[QuantizedWeight] = []
-    products.linear(form, joined, None, SimpleNamespace(quantized_linear=lambda weight, bias: made.append(weight)))
+    packed = [HeldWeight((part,), kept, kept.packed(weight)) for part, weight in zip("kv", weights, strict=True)]
+    assert sum(t.nbytes for weight in packed for t in weight.tensors) == kept.device_bytes(shape, GPU)
+    (whole,) = joined(packed)
+    assert whole.names == ("k", "v")
     want = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
     # Kernels have the numbers of a table in bfloat16.
     torch.testing.assert_close(
-        dequantize_torch(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
+        dequantize_torch(whole.operand), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
     )
 
 
 def test_weights_without_a_kernel_are_dequantized():
-    products, int4, fp8 = TritonProducts(GPU), ENCODINGS["int4"], ENCODINGS["fp8"]
+    products, int4, fp8 = TritonFormat, ENCODINGS["int4"], ENCODINGS["fp8"]
     assert not any(products.takes(replace(int4, group_size=columns)) for columns in (8, 48, 192))
     assert not products.takes(replace(fp8, scale_rows=128))
     assert not products.takes(replace(fp8, group_size=16))
@@ -65,12 +67,12 @@ def test_weights_without_a_kernel_are_dequantized():
     assert not products.fits(fp8, (64, 40))
 
 
-@mock.patch("runtime.quant.products.INTERPRETED", False)
+@mock.patch("runtime.quant.model_formats.INTERPRETED", False)
 def test_float32_keeps_no_quantized_weights():
     gpu, cpu = GPU.device, torch.device("cpu")
-    assert isinstance(products_of(GPU), TritonProducts)
-    assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
-    assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
+    assert backend_format(GPU) is TritonFormat
+    assert backend_format(Numerics(torch.float32, gpu, "triton", False, False)) is None
+    assert backend_format(Numerics(torch.float32, cpu, "torch", False, False)) is None
 
 
 def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
@@ -95,13 +97,13 @@ def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
 
 def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
-    spec = DecoderSpec(
+    spec = dense_spec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
         max_positions=64, norm_eps=1e-6,
     )  # fmt: skip
 
-    def widened(form: str, parts: str, numerics: Numerics = GPU, **changed: object) -> int:
-        model = replace(spec, **changed)
+    def widened(form: str, parts: str, numerics: Numerics = GPU, **fields: object) -> int:
+        model = changed(spec, **fields)
         names = [name for name in model.shapes() if name.rpartition(".")[0].rpartition(".")[2] in parts.split()]
         schemes = dict.fromkeys(names, QuantizationScheme(PLAIN, form))
         return dequantized_copy_bytes(replace(model, quantization=schemes), numerics)
@@ -136,6 +138,6 @@ def test_a_cpu_computes_in_float32(monkeypatch):
     numerics = [choose_numerics(EngineConfig(device="cpu", **settings)) for settings in asked]
     assert {(each.dtype, each.backend) for each in numerics[:3]} == {(torch.float32, "llvm")}
     assert (numerics[3].dtype, numerics[3].backend) == (torch.float32, "torch")
-    assert products_of(numerics[3]) is None
+    assert backend_format(numerics[3]) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_numerics(EngineConfig(device="cpu")).backend == "torch"

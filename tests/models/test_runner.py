@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
@@ -20,6 +19,7 @@ from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.runner_driver import GREEDY, TINY, Driver, tiny_runner
+from tests.support.models.specs import dense_spec
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_toggles_change_no_greedy_token(dtype, toggle):
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
-BIG = DecoderSpec(
+BIG = dense_spec(
     num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn_size=8192, vocab_size=128256,
     max_positions=131072, norm_eps=1e-5, tied_head=True,
 )  # fmt: skip
@@ -258,7 +258,7 @@ def test_a_gpu_has_room_to_dequantize_one_weight(monkeypatch, form, is_widened):
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     config = EngineConfig(quantization=form).sized_for("cuda")
     dense, codes = (plan_memory(config, spec, on_gpu, 80 * GIB) for spec in (BIG, quantized_at_load(BIG, config)))
-    widened = 2 * 2 * BIG.ffn_size * BIG.hidden_size * is_widened  # gate and up in bfloat16
+    widened = 2 * 2 * BIG.ffn.size * BIG.hidden_size * is_widened  # gate and up in bfloat16
     assert codes.weights < 0.7 * dense.weights
     assert codes.working - dense.working == codes.graphs - dense.graphs == widened
 

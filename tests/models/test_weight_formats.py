@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from runtime.base.config import EngineConfig
@@ -17,9 +16,7 @@ from runtime.base.model.sharding import Sharding, parts_of, sharding_of
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.inspection import model_report
-from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.table import Kernels
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
@@ -28,10 +25,11 @@ from runtime.quant.checkpoint_layouts import OneByOne
 from runtime.quant.encodings import ENCODINGS, Encoding, Integer8
 from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import DENSE, Weight
+from runtime.quant.weight_format import DENSE
 from runtime.text.tokenizer import Tokenizer
-from tests.support.models.plain_products import PlainProducts
+from tests.support.models.plain_format import PlainFormat
 from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
+from tests.support.models.specs import changed, dense_spec, field_of
 
 FLOAT32 = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 LLAMA = {
@@ -55,22 +53,12 @@ class Int8Rows(Integer8):
     """A byte for each weight and a scale for each row."""
 
 
-class Int8Products(PlainProducts):
-    """Products with those codes alone."""
+class Int8Format(PlainFormat):
+    """The format of those codes alone."""
 
-    def takes(self, form: Encoding) -> bool:
-        return isinstance(form, Int8Rows)
-
-    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        codes, scale = weight
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            y = F.linear(x, codes.to(x.dtype)) * scale[:, 0].to(x.dtype)
-            return y if bias is None else y + bias
-
-        linear = Linear(product, kernels.norm, kernels.activate)
-        linear.codes = codes
-        return linear
+    @staticmethod
+    def takes(encoding: Encoding) -> bool:
+        return isinstance(encoding, Int8Rows)
 
 
 INT8_ROWS = Int8Rows("made-up")
@@ -86,7 +74,7 @@ def _made_up_method(monkeypatch):
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
     monkeypatch.setitem(ENCODINGS, "made-up", INT8_ROWS)
-    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: Int8Products())
+    monkeypatch.setattr("runtime.quant.model_formats.backend_format", lambda numerics: Int8Format)
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -129,7 +117,7 @@ def test_a_made_up_format_runs_like_its_dense_weights(tmp_path, family, determin
     runner = open_runner(quantized, deterministic=deterministic)
     want = logits(open_runner(dense, deterministic=deterministic))
     torch.testing.assert_close(logits(runner), want, atol=1e-4, rtol=1e-4)
-    assert runner.decoder.layers[0].mixer.qkv.codes.dtype == torch.int8
+    assert runner.info.weight_formats == "made-up rows, dense"
 
 
 def test_memory_is_planned_for_weights_as_read(tmp_path):
@@ -148,7 +136,7 @@ def test_random_weights_equal_dense_ones_quantized():
     linears = [name for name in TINY.shapes() if name.endswith(".weight")]
     spec = replace(TINY, quantization=dict.fromkeys(linears, SCHEME))
     runner = tiny_runner(spec)
-    assert runner.decoder.layers[1].feed_forward.down.codes.dtype == torch.int8
+    assert runner.info.weight_formats == "made-up rows, dense"
     assert runner.memory.weights == weight_bytes(spec, runner.numerics) < tiny_runner().memory.weights
     torch.testing.assert_close(logits(runner), logits(tiny_runner()), atol=0.2, rtol=0.1)
 
@@ -210,7 +198,10 @@ def test_every_parameter_has_a_sharding_rule():
 
 def test_ranks_have_every_head_token_and_its_keys():
     """This holds for fewer KV heads than ranks, and for a number of tokens that does not divide."""
-    spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused_qkv=True, fused_gate_up=True)
+    spec = dense_spec(
+        num_layers=1, hidden_size=96, num_heads=16, num_kv_heads=4, head_dim=8, ffn_size=64, vocab_size=32000,
+        max_positions=64, norm_eps=1e-6, fused_qkv=True, fused_gate_up=True,
+    )  # fmt: skip
     for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
         ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]
         assert {rank.vocab_size for rank in ranks} == shares
@@ -220,8 +211,8 @@ def test_ranks_have_every_head_token_and_its_keys():
             assert heads == range(rank * 16 // size, (rank + 1) * 16 // size)
             assert {head // 4 for head in heads} == set(range((k.start - 128) // 8, (k.stop - 128) // 8))
             assert (v.start - k.start, v.stop - k.stop) == (32, 32)
-    thirds = [replace(spec, num_heads=9, num_kv_heads=3, ffn_size=1536).of_rank(Shard(rank, 3)) for rank in range(3)]
-    assert [(own.num_heads, own.num_kv_heads, own.ffn_size) for own in thirds] == [(3, 1, 512)] * 3
+    thirds = [changed(spec, num_heads=9, num_kv_heads=3, ffn_size=1536).of_rank(Shard(rank, 3)) for rank in range(3)]
+    assert [(own.num_heads, field_of(own, "num_kv_heads"), own.ffn.size) for own in thirds] == [(3, 1, 512)] * 3
     assert [own.token_ids for own in thirds] == [range(10667), range(10667, 21334), range(21334, 32000)]
     nested = [[spec.of_rank(Shard(r, size)).token_ids for r in range(size)] for size in (2, 8)]
     odd = [Shard(rank, 4).vocabulary(101) for rank in range(4)]
@@ -259,23 +250,23 @@ def test_parts_that_ranks_read_form_the_whole(tmp_path, family):
 
 
 def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
-    monkeypatch.setattr(Int8Products, "fits", lambda self, form, shape: shape[1] % 24 == 0)
+    monkeypatch.setattr(Int8Format, "fits", lambda form, shape: shape[1] % 24 == 0)
     spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
     says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows;"
     with pytest.raises(CallboardError, match=says):
         check_products(spec.of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
-    check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
+    check_products(changed(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
 
 
 def test_random_weights_of_ranks_are_parts_of_one_model():
-    spec = replace(TINY, num_heads=4, num_kv_heads=2)
+    spec = changed(TINY, num_heads=4, num_kv_heads=2)
     read_whole = draw(spec, FLOAT32, 3)
-    whole = {name: read_whole(name)[0] for name in spec.shapes()}
+    whole = {name: read_whole(name).dense for name in spec.shapes()}
     for rank in range(4):
         own = spec.of_rank(Shard(rank, 4))
         read = draw(own, FLOAT32, 3)
         for name, shape in own.shapes().items():
-            (weight,) = read(name)
+            weight = read(name).dense
             assert weight.shape == shape
             assert torch.equal(weight, DENSE.encode(whole[name], parts_of(own, name))[0])
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.base.kv_cache_spec import KVGroupSpec, groups_of_two_shapes
+from runtime.base.kv_cache_spec import KVGroupSpec, groups_of_shapes
 from runtime.core.kv_cache_manager import KVCacheManager
 from tests.models.test_hybrid_models import BACKENDS
 from tests.support.examples import examples
@@ -24,6 +24,7 @@ from tests.support.models.hybrid_engine import (
     prompt_of,
 )
 from tests.support.models.runner_driver import tiny_runner
+from tests.support.models.specs import changed
 
 
 def least_blocks(model: str, chunk: int) -> int:
@@ -74,13 +75,13 @@ def test_groups_of_two_shapes_have_similar_bytes():
     assert cache.bytes_per_block(16) == 16 * 2 * 48 * 4
     full, limited = KVGroupSpec(tuple(range(5, 30, 6)), 2, 512, "bfloat16"), KVGroupSpec((), 8, 256, "bfloat16")
     layers = tuple(i for i in range(30) if i % 6 != 5)
-    groups = groups_of_two_shapes(full, replace(limited, layers=layers, window=1024), 131072)
+    groups = groups_of_shapes([full, replace(limited, layers=layers, window=1024)], 131072)
     assert [len(group.layers) for group in groups] == [5, *[2] * 12, 1]
 
 
 def test_alternating_layers_are_two_groups():
     assert [group.layers for group in hybrid_runner("sinks").info.kv_cache.groups] == [(1, 3), (0, 2)]
-    published = replace(SINKS, num_layers=24, num_kv_heads=8, sliding=(True, False) * 12)  # gpt-oss-20b
+    published = changed(SINKS, num_layers=24, num_kv_heads=8, window=(128, 0))  # gpt-oss-20b
     full, sliding = published.kv_cache("bfloat16", longest=131_072).groups
     assert (len(full.layers), full.window, len(sliding.layers), sliding.window) == (12, None, 12, 128)
     assert full.bytes_per_token == sliding.bytes_per_token == 12 * 2 * 8 * 64 * 2

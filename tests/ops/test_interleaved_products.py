@@ -7,11 +7,8 @@ from hypothesis import strategies as st
 
 from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
 from runtime.kernels.cpu.linear.interleaved_weight import (
-    InterleavedWeight,
-    RowMajorWeight,
     dequantize_interleaved,
     interleave,
-    interleave_pieces,
     interleaved_bytes,
     row_major,
 )
@@ -30,7 +27,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-def random_weight(form: WeightForm, rows: int, columns: int, seed: int = 0) -> RowMajorWeight:
+def random_weight(form: WeightForm, rows: int, columns: int, seed: int = 0) -> list[torch.Tensor]:
     """Any values, and scales of any sign."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << form.bits, (rows, columns), generator=generator).to(torch.uint8)
@@ -45,22 +42,19 @@ def random_weight(form: WeightForm, rows: int, columns: int, seed: int = 0) -> R
     def factors() -> torch.Tensor:
         return torch.randn(rows, columns // form.super_size, generator=generator).mul_(0.01).half()
 
-    more = [scales() if form.has_minimum else None, factors() if form.super_size else None]
-    more.append(factors() if form.super_size and form.has_minimum else None)
-    return RowMajorWeight(form, values, scales(), *more)
+    count = 1 + form.has_minimum
+    return [values, *(scales() for _ in range(count)), *(factors() for _ in range(count if form.super_size else 0))]
 
 
-def numbers(weight: RowMajorWeight) -> torch.Tensor:
+def numbers(form: WeightForm, weight: list[torch.Tensor]) -> torch.Tensor:
     """The numbers of a weight in row-major order."""
-
-    def spread(stored: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-        whole = stored.float()
-        if factors is not None:
-            whole = whole * factors.float().repeat_interleave(whole.shape[1] // factors.shape[1], 1)
-        return whole.repeat_interleave(weight.values.shape[1] // whole.shape[1], 1)
-
-    dense = (weight.values.float() - weight.form.offset) * spread(weight.scales, weight.super_scales)
-    return dense if weight.minimums is None else dense - spread(weight.minimums, weight.super_minimums)
+    values, *shared = weight
+    scales, factors = shared[: 1 + form.has_minimum], shared[1 + form.has_minimum :]
+    for i, own in enumerate(factors):
+        scales[i] = scales[i].float() * own.float().repeat_interleave(scales[i].shape[1] // own.shape[1], 1)
+    spread = [own.float().repeat_interleave(values.shape[1] // own.shape[1], 1) for own in scales]
+    dense = (values.float() - form.offset) * spread[0]
+    return dense - spread[1] if form.has_minimum else dense
 
 
 def random_rows(count: int, columns: int) -> torch.Tensor:
@@ -73,39 +67,33 @@ def random_rows(count: int, columns: int) -> torch.Tensor:
 @given(rows=st.integers(1, 70), supers=st.integers(1, 3), seed=st.integers(0, 99))
 def test_interleaved_weights_store_their_numbers(form, rows, supers, seed):
     weight = random_weight(form, rows, 256 * supers, seed)
-    interleaved, want = interleave(weight), numbers(weight)
+    interleaved, want = interleave(form, [weight], rows), numbers(form, weight)
     assert torch.equal(dequantize_interleaved(interleaved), want)
-    again = row_major(interleaved)
-    assert again.form == form
-    assert all(torch.equal(a, b) for a, b in zip(again[1:], weight[1:], strict=True) if a is not None)
+    assert interleaved.form == form
+    assert all(torch.equal(a, b) for a, b in zip(row_major(interleaved), weight, strict=True))
     assert interleaved.nbytes == interleaved_bytes(form, interleaved.shape)
     ids = torch.randint(0, rows, (5,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(lookup_torch(interleaved, ids), want[ids])
 
 
-def tensors_of(weight: InterleavedWeight) -> list[torch.Tensor]:
-    each = (weight.values, weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
-    return [tensor for tensor in each if tensor is not None]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_pieces_make_the_same_weight(form):
     weight, cuts = random_weight(form, 61, 512), ((0, 16), (16, 48), (48, 61))
-    pieces = [
-        RowMajorWeight(form, *(None if tensor is None else tensor[start:stop] for tensor in weight[1:]))
-        for start, stop in cuts
-    ]
-    whole, joined = interleave(weight), interleave_pieces(iter(pieces), 61)
+    pieces = ([tensor[start:stop] for tensor in weight] for start, stop in cuts)
+    whole, joined = interleave(form, [weight], 61), interleave(form, pieces, 61)
     assert (whole.form, whole.shape) == (joined.form, joined.shape)
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(whole), tensors_of(joined), strict=True))
+    pairs = zip(whole.tensors, joined.tensors, strict=True)
+    assert all(a is b or torch.equal(a, b) for a, b in pairs)
 
 
 def test_pieces_with_other_scales_keep_their_numbers():
     dtypes = HALF, SINGLE, BRAIN, HALF
-    pieces = [random_weight(WeightForm(4, 32, dtype, 8), 16, 64) for dtype in dtypes]
-    joined = interleave_pieces(pieces, 64)
+    forms = [WeightForm(4, 32, dtype, 8) for dtype in dtypes]
+    pieces = [random_weight(form, 16, 64) for form in forms]
+    joined = interleave(forms[0], pieces, 64)
     assert joined.form.scale_dtype == SINGLE
-    assert torch.equal(dequantize_interleaved(joined), torch.cat([numbers(piece) for piece in pieces]))
+    want = torch.cat([numbers(forms[0], piece) for piece in pieces])
+    assert torch.equal(dequantize_interleaved(joined), want)
 
 
 @pytest.mark.parametrize(("bits", "largest"), [(16, 32512), (8, 127)])
@@ -123,16 +111,16 @@ def test_rows_are_rounded_to_the_nearest_integer(bits, largest):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bits", "error"), [(16, 1e-4), (8, 0.02)])
 def test_products_are_near_those_of_dense_weights(form, bits, error):
-    weight, x = random_weight(form, 37, 512), random_rows(9, 512)
-    want = x.double() @ numbers(weight).double().T
-    got = int_product_torch(x, interleave(weight), bits)
+    tensors, x = random_weight(form, 37, 512), random_rows(9, 512)
+    weight, want = interleave(form, [tensors], 37), x.double() @ numbers(form, tensors).double().T
+    got = int_product_torch(x, weight, bits)
     assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < error
     for row in range(len(x)):
-        assert torch.equal(int_product_torch(x[row : row + 1], interleave(weight), bits)[0], got[row])
+        assert torch.equal(int_product_torch(x[row : row + 1], weight, bits)[0], got[row])
 
 
 def test_numbers_that_are_not_finite_reach_their_row_only():
-    weight, x = interleave(random_weight(FORMS[0], 33, 64)), random_rows(4, 64)
+    weight, x = interleave(FORMS[0], [random_weight(FORMS[0], 33, 64)], 33), random_rows(4, 64)
     want = int_product_torch(x, weight)
     x[1, 3], x[2, 40] = torch.nan, torch.inf
     got = int_product_torch(x, weight)
@@ -142,13 +130,12 @@ def test_numbers_that_are_not_finite_reach_their_row_only():
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN, HALF])
 def test_layers_join_parts_of_several_forms(dtype):
-    weights = [
-        random_weight(form, rows, 256) for form, rows in zip(FORMS[:3] + FORMS[-1:], (16, 7, 32, 5), strict=True)
-    ]
+    forms, sizes = FORMS[:3] + FORMS[-1:], (16, 7, 32, 5)
+    drawn = [(form, random_weight(form, rows, 256)) for form, rows in zip(forms, sizes, strict=True)]
     bias, x = torch.randn(60), torch.randn(3, 256).to(dtype)
     kernels = select(Numerics(dtype, torch.device("cpu"), "llvm", packed=False, deterministic=False), TINY)
-    layer = kernels.interleaved_linear([interleave(weight) for weight in weights], bias.to(dtype))
-    want = x.float() @ torch.cat([numbers(weight) for weight in weights]).T + bias.to(dtype).float()
+    layer = kernels.linear([interleave(form, [weight], len(weight[0])) for form, weight in drawn], bias.to(dtype))
+    want = x.float() @ torch.cat([numbers(*each) for each in drawn]).T + bias.to(dtype).float()
     got = layer.product(x)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want.to(dtype), rtol=0.01, atol=0.01)

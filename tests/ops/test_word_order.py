@@ -10,9 +10,9 @@ from runtime.kernels.experts.moe_wna16_words import in_tile_order, with_word_sca
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.quantized.word_order import in_word_order, raw_instructions, word_instructions
-from runtime.quant.encodings import encoding_of
-from runtime.quant.products import TritonProducts, _quantized
+from runtime.quant.checkpoint_layouts import Plain
 from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.triton_format import TritonFormat
 
 ONES = 0xFFFFFFFF
 FUNCTIONS = {
@@ -57,17 +57,15 @@ def test_upcasts_return_low_then_high_nibbles(encoding):
 
 @pytest.mark.parametrize(("name", "group_size"), [("int4", 32), ("int4", 128), ("fp4", 16), ("fp4", 32), ("int8", 32)])
 def test_planned_bytes_are_those_of_an_experts_weight(name, group_size):
-    encoding, shape = encoding_of(QuantizationScheme("plain", name, group_size=group_size)), (48, 384)
-    products = TritonProducts(
-        Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
-    )
-    weight = _quantized(encoding, products.packed(encoding, encoding.encode(torch.randn(shape))))
-    weight = in_tile_order(weight)
+    layout, shape = Plain(QuantizationScheme("plain", name, group_size=group_size)), (48, 384)
+    numerics = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
+    kept = TritonFormat(layout, layout.encoding(shape), numerics, True)
+    weight = in_tile_order(kept.operand([kept.encode(torch.randn(shape))], 48))
     stacked = replace(weight, scales=weight.scales[None])
     if weight.zero_points is not None:
         stacked = replace(stacked, zero_points=weight.zero_points[None])
     stacked = with_word_scales(stacked)
     held = [t for t in (stacked.values, stacked.scales, stacked.zero_points) if t is not None]
-    planned = products.expert_bytes(encoding, shape)
+    planned = kept.device_bytes(shape, numerics)
     assert sum(t.nbytes for t in held) <= planned
     assert planned == sum(t.nbytes for t in held) or name == "int8"

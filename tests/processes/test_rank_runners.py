@@ -1,6 +1,7 @@
 """Groups of 2, 3 and 4 runner processes, through all phases of their start, beside one runner of the whole model.
 Requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -17,14 +18,15 @@ from runtime.quant.model_formats import weight_bytes
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
+from tests.support.models.specs import changed, dense_spec
 from tests.support.ranks.rank_processes import RankedRunner, RankProcesses, rank_processes
 from tests.support.structured.cases import regex
 
-EIGHTS = DecoderSpec(
+EIGHTS = dense_spec(
     num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=len(SMALL.tokens),
-    max_positions=128, norm_eps=1e-5, qkv_bias=True, qk_norm=True,
+    max_positions=128, norm_eps=1e-5, qkv_bias=True, qk_norm="head",
 )  # fmt: skip
-THIRDS = replace(EIGHTS, num_heads=9, num_kv_heads=3, head_dim=8, ffn_size=96, tied_head=True)
+THIRDS = changed(EIGHTS, num_heads=9, num_kv_heads=3, head_dim=8, ffn_size=96, tied_head=True)
 PARAMS = [
     SamplingParams(max_tokens=6, temperature=0.0, logprobs=2),
     SamplingParams(max_tokens=5, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=1),
@@ -50,7 +52,8 @@ class ScaledSource(DummySource):
 
     def kv_scales(self) -> torch.Tensor:
         spec = self.spec
-        return torch.linspace(0.5, 2.0, 2 * spec.num_layers * spec.num_kv_heads).view(spec.num_layers, 2, -1)
+        shape = spec.num_layers, 2, spec.layers[0].mixer.num_kv_heads
+        return torch.linspace(0.5, 2.0, math.prod(shape)).view(shape)
 
 
 def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[str, list[tuple[int, tuple[float, ...]]]]:

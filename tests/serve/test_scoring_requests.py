@@ -35,7 +35,12 @@ async def test_the_request_of_lm_eval(prompt, stream: bool):
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "c", "x"],
         "token_logprobs": [None, prompt_logprob("b"), prompt_logprob("c"), -0.5],
-        "top_logprobs": [None, {"A": -1.5, "b": -0.98}, {"A": -1.5, "c": -0.99}, {"A": -1.5, "x": -0.5}],
+        "top_logprobs": [
+            None,
+            {"A": -1.5, "b": prompt_logprob("b")},
+            {"A": -1.5, "c": prompt_logprob("c")},
+            {"A": -1.5, "x": -0.5},
+        ],
         "text_offset": [0, 1, 2, 3],
     }
     assert engine.requests[0].params.prompt_logprobs == 1
@@ -168,7 +173,7 @@ async def test_prompt_logprobs():
     }
     choices = (await post(engine, fields)).json()["choices"]
     top = {"65": {"logprob": -1.5, "rank": 1, "decoded_token": "A"}}
-    own = [("98", -0.98, "b"), ("195", -1.95, "\ufffd")]
+    own = [("98", -98 / 128, "b"), ("195", -195 / 128, "\ufffd")]
     for choice, (token_id, logprob, text) in zip(choices, own, strict=True):
         entry = {token_id: {"logprob": logprob, "rank": 3, "decoded_token": text}}
         assert choice["prompt_logprobs"] == [None, top | entry]

@@ -83,8 +83,8 @@ covers TGI, llama.cpp and Ollama.
 _OLLAMA_HEAD = """
 ## Ollama's requests
 
-`POST /api/chat` and `POST /api/generate` answer with lines of JSON, or with `"stream": false` with one object. Fields
-of a chat that this table lacks (`chat_template_kwargs`, `structured_outputs` ...) may stand beside these.
+`POST /api/chat` and `POST /api/generate` answer with lines of JSON, or with `"stream": false` with one object. Chat
+fields that this table lacks (`chat_template_kwargs`, `structured_outputs` ...) may be added to these.
 
 | field | chat | generate | what to send instead, or why |
 | --- | --- | --- | --- |

@@ -1,6 +1,5 @@
 """The kernels of adapters: against the torch twin, and in steps that are launched and steps in graphs."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +18,7 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import changed
 
 ROWS = torch.tensor([2, 0, 1, 2, 0, 3, 3], dtype=torch.int32)
 
@@ -84,7 +84,7 @@ def test_one_row_within_the_product(index):
 def test_steps_and_graphs(tmp_path, monkeypatch):
     """Logits equal the torch path's, for launched steps and for graphs. A step without adapters has graphs of its
     own."""
-    spec = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
+    spec = changed(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
     # Other tests cover products of few rows and the warm-up before the first step.
     monkeypatch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
     monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: None)

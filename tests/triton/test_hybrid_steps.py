@@ -1,20 +1,18 @@
 """Steps of models with recurrent states or windows on the Triton path: the tokens of the torch path."""
 
-from dataclasses import replace
-
 import pytest
 
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from tests.support.kernels.triton_engine import SPEC, run
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
-DELTA = replace(
-    SPEC, hidden_size=64, num_heads=2, ffn_size=64, output_gate=True, stateful=(True, False),
-    mixer=DeltaRuleSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4),
-)  # fmt: skip
-CONV = replace(DELTA, output_gate=False, mixer=ShortConvSpec(channels=64, width=3))
-WINDOWS = replace(SPEC, hidden_size=64, num_heads=2, ffn_size=64, window=40, sliding=(True, False))
+SMALL = changed(SPEC, hidden_size=64, num_heads=2, ffn_size=64)
+DELTA_RULE = DeltaRuleSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
+DELTA = changed(SMALL, output_gate=True, mixer=(DELTA_RULE, None))
+CONV = changed(SMALL, mixer=(ShortConvSpec(channels=64, width=3), None))
+WINDOWS = changed(SMALL, window=(40, 0))
 
 
 @pytest.mark.thorough

@@ -14,8 +14,9 @@ from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
 from tests.support.models.runner_driver import GREEDY, Driver, tiny_runner
+from tests.support.models.specs import changed
 
-SPEC = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
+SPEC = changed(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
 HOT = SamplingParams(max_tokens=60, temperature=1.0)
 PENALISED = SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.5, logprobs=2)
 

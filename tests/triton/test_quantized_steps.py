@@ -8,11 +8,11 @@ import torch
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.quantized.launch_configs import Wna16SkinnyConfig
 from runtime.quant.checkpoint_layouts import OneByOne
-from runtime.quant.model_formats import LAYOUTS
-from runtime.quant.products import products_of
+from runtime.quant.model_formats import LAYOUTS, backend_format
 from runtime.quant.scheme import QuantizationScheme
 from tests.support.kernels.triton_engine import SPEC
-from tests.support.models.plain_products import PLAIN
+from tests.support.models.plain_format import PlainFormat
+from tests.support.models.specs import changed
 from tests.triton.test_family_steps import logits
 
 KINDS = {
@@ -37,14 +37,14 @@ def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     wide = Wna16SkinnyConfig(block_n=128, block_k=128, num_warps=4)
     monkeypatch.setattr("runtime.kernels.quantized.wna16_skinny_gemm.wna16_skinny_config", lambda *arguments: wide)
     monkeypatch.setattr(
-        "runtime.quant.model_formats.products_of",
-        lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
+        "runtime.quant.model_formats.backend_format",
+        lambda numerics: backend_format(numerics) if numerics.backend == "triton" else PlainFormat,
     )
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
-    spec = replace(SPEC, num_layers=1, hidden_size=128, ffn_size=192)
+    spec = changed(SPEC, num_layers=1, hidden_size=128, ffn_size=192)
     maps = [name for name in spec.shapes() if name.endswith(".weight")]
     if "experts" in kind:
-        spec = replace(spec, ffn_size=48, experts=ExpertsSpec(3, 1, True, shared=1, shared_gate=True))
+        spec = changed(spec, ffn_size=48, experts=ExpertsSpec(3, 1, True, shared=1, shared_gate=True))
         dense = ".experts.3." if "beside" in kind else "none"
         maps = [name for name in spec.shapes() if ".experts." in name and dense not in name]
     spec = replace(spec, quantization=dict.fromkeys(maps, KINDS[kind]))

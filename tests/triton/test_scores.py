@@ -51,5 +51,6 @@ def test_scores_equal_what_was_sampled(case: str, changes: dict):
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "glm4 moe", "qwen2 moe", "granite moe", "gpt-oss"])
 def test_experts_are_the_best_of_the_router(case: str):
-    runner = runner_of(case, {"num_hidden_layers": 1 + spec_of(case).dense_layers}, routed_experts=True)
+    num_dense = sum(layer.ffn.experts is None for layer in spec_of(case).layers)
+    runner = runner_of(case, {"num_hidden_layers": 1 + num_dense}, routed_experts=True)
     check_experts(runner, prompts_of(101, (9,))[0], replace(REPORTED, **FEW))

@@ -5,63 +5,112 @@ which all heads share. Keys and values of every head are linear maps of the late
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from runtime.base.model.mixer_spec import Linears, Shapes
+from runtime.base.model.attention_spec import CachedShape
+from runtime.base.model.mixer_spec import Linears, SchemeOf, Shapes
+from runtime.base.model.rope_spec import RopeSpec
+from runtime.base.shard import Shard, Share
+
+_ROPE = RopeSpec()
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """The sizes of a layer. DecoderSpec.head_dim is `nope_dim + rope_dim`."""
+    """The attention over latents of one layer."""
 
-    rank: int  # of the latent of keys and values
-    rope_dim: int  # numbers of a key and of each head's q with rotary positions
-    nope_dim: int  # numbers of each head's k and q without positions
-    value_dim: int  # of a head
-    q_rank: int = 0  # of the latent of q; 0 if q is a map of the hidden states
-    norm_eps: float = 1e-6  # of the norms of both latents
+    num_heads: int
+    rank: int  # width of the latent of keys and values
+    rope_dim: int  # elements with rotary positions, of a key and of each head's q
+    nope_dim: int  # elements without positions, of each head's k and q
+    value_dim: int  # width of a head's v
+    q_rank: int = 0  # width of the latent of q; 0 if q is a map of the hidden states
+    norm_eps: float = 1e-6  # epsilon of both latents' norms
     split_up: bool = False  # the checkpoint has kv_b as two maps: k_b, a head's [rank, nope_dim], and v_b
+    rope: RopeSpec = _ROPE
+    scale: float | None = None  # factor of the scores; None for head_dim ** -0.5
+
+    num_kv_heads = 1
+    kv_source = None
+    window = 0
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head's q."""
+        return self.nope_dim + self.rope_dim
 
     @property
     def stored(self) -> int:
-        """The numbers of a token in the cache of a layer."""
+        """Cache elements per token and layer."""
         return self.rank + self.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def cached(self) -> CachedShape:
+        """The shape of the cache: one vector."""
+        return CachedShape(1, self.stored, vectors=1)
 
     @property
     def expanded(self) -> int:
         """The rows of kv_b of one head: its k without positions, then its v."""
         return self.nope_dim + self.value_dim
 
+    @property
+    def activations(self) -> int:
+        """Elements per token between its maps: q, queries over latents, their results, and values."""
+        of_head = self.head_dim + 2 * self.rank + self.value_dim
+        return 2 * (self.q_rank + self.stored) + self.num_heads * of_head
+
     def has_whole_blocks(self, size: int) -> bool:
         """Return True if a head's outputs of both maps of kv_b consist of whole blocks of `size`."""
         return self.rank % size == 0 and self.value_dim % size == 0
 
-    def linears(self, num_heads: int, hidden: int, scheme_of: Callable[[str], Any]) -> Linears:
-        """Return the maps. Both maps of the hidden states are one, unless kv_a ends within a block of shared scales.
+    def is_divided_by(self, size: int) -> bool:
+        """Return True if a group of that many ranks can divide the heads."""
+        return self.num_heads % size == 0
 
-        `scheme_of` returns the scheme of a part, or None."""
-        q = num_heads * (self.nope_dim + self.rope_dim)
-        of_q: Shapes = {"q_a": (self.q_rank, hidden)} if self.q_rank else {"q": (q, hidden)}
+    def of_rank(self, size: int) -> LatentSpec:
+        """Return the attention of one of `size` ranks."""
+        return replace(self, num_heads=self.num_heads // size)
+
+    def reorders(self, name: str) -> bool:
+        """Return True if loading permutes rows of this fused map: never."""
+        return False
+
+    def linears(self, hidden: int, scheme_of: SchemeOf) -> Linears:
+        """Return the maps. Both maps of the hidden states are one, unless kv_a ends within a block of shared scales."""
+        q = self.num_heads * self.head_dim
+        first: Shapes = {"q_a": (self.q_rank, hidden)} if self.q_rank else {"q": (q, hidden)}
         kv_a: Shapes = {"kv_a": (self.stored, hidden)}
-        of_kv, of_first = scheme_of("kv_a"), scheme_of(next(iter(of_q)))
-        is_one = of_kv == of_first and (of_kv is None or self.stored % (of_kv.scale_rows or 1) == 0)
-        into: Linears = {"latent_in": (of_q | kv_a, False)}
-        if not is_one:
-            into = {"latent_in": (of_q, False), "latent_kv": (kv_a, False)}
+        kv_scheme, q_scheme = scheme_of("kv_a"), scheme_of(next(iter(first)))
+        can_fuse = kv_scheme == q_scheme and (kv_scheme is None or self.stored % (kv_scheme.scale_rows or 1) == 0)
+        into: Linears = {"latent_in": (first | kv_a, False)}
+        if not can_fuse:
+            into = {"latent_in": (first, False), "latent_kv": (kv_a, False)}
         if self.q_rank:
             into |= {"latent_q": ({"q_b": (q, self.q_rank)}, False)}
-        up: Linears = {"kv_b": ({"kv_b": (num_heads * self.expanded, self.rank)}, False)}
+        up: Linears = {"kv_b": ({"kv_b": (self.num_heads * self.expanded, self.rank)}, False)}
         if self.split_up:
-            of_keys, of_values = (num_heads * self.rank, self.nope_dim), (num_heads * self.value_dim, self.rank)
-            up = {"k_b": ({"k_b": of_keys}, False), "v_b": ({"v_b": of_values}, False)}
-        return into | {
-            **up,
-            "out": ({"out": (hidden, num_heads * self.value_dim)}, False),
-        }
+            keys, values = (self.num_heads * self.rank, self.nope_dim), (self.num_heads * self.value_dim, self.rank)
+            up = {"k_b": ({"k_b": keys}, False), "v_b": ({"v_b": values}, False)}
+        return into | up | {"out": ({"out": (hidden, self.num_heads * self.value_dim)}, False)}
 
     def parameters(self) -> Shapes:
         """Return the shapes of the norms."""
-        of_q: Shapes = {"q_a_norm": (self.q_rank,)} if self.q_rank else {}
-        return of_q | {"kv_a_norm": (self.rank,)}
+        norms: Shapes = {"q_a_norm": (self.q_rank,)} if self.q_rank else {}
+        return norms | {"kv_a_norm": (self.rank,)}
+
+    def shares(self, whole: LatentSpec, shard: Shard, part: str) -> list[Share]:
+        """Return a rank's share of the map in a parameter. Each rank has the maps to latents whole."""
+        whole_maps = {"q_a": self.q_rank, "kv_a": self.stored}
+        if part in whole_maps:
+            return [Share(range(whole_maps[part]), whole_maps[part])]
+        of_head = {
+            "q": self.head_dim, "q_b": self.head_dim, "kv_b": self.expanded, "k_b": self.rank, "v_b": self.value_dim,
+            "out": self.value_dim,
+        }  # fmt: skip
+        return [shard.share(self.num_heads * of_head[part])]

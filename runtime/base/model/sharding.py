@@ -9,9 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.latent_spec import LatentSpec
-from runtime.base.model.mixer_spec import ShortConvSpec
-from runtime.base.shard import NUM_LEAVES, Shard
+from runtime.base.shard import NUM_LEAVES, Shard, Share
 
 
 class Sharding(Enum):
@@ -77,7 +75,8 @@ def place_in_tensor(spec: DecoderSpec, parameter: str) -> Part | None:
     experts = spec.experts
     if experts is None or experts.shared < 2 or ".experts." not in parameter:
         return None
-    index, size = int(parameter.split(".")[3]) - experts.num_experts, spec.whole.ffn_size
+    _, layer, _, expert, _ = parameter.split(".", 4)
+    index, size = int(expert) - experts.num_experts, spec.whole.layers[int(layer)].ffn.size
     return None if index < 0 else Part(_DIVIDED_DIM[_part_of(parameter)], index * size, (index + 1) * size)
 
 
@@ -87,6 +86,12 @@ def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> t
         return shape
     assert spec.experts is not None
     return tuple(size * (spec.experts.shared if dim == place.dim else 1) for dim, size in enumerate(shape))
+
+
+def ungrouped(parameter: str) -> list[str]:
+    """Return the names of rows that the checkpoint groups by head, in the order of kernels, or the name itself."""
+    layer, _, part = parameter.removesuffix(".weight").rpartition(".")
+    return [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
 
 
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
@@ -112,72 +117,29 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     """Return the dimension that ranks divide, and for each map in the parameter its place along that dimension.
 
     A place is the map's offset, the rank's range within the map, and the map's length."""
-    whole, rank = spec.whole, spec.shard.rank
-    layer = int(parameter.split(".")[1]) if parameter.startswith("layers.") else 0
-    num_kv_heads, head_dim = spec.heads(layer)
-
-    def own(first: int, count: int, size: int) -> range:
-        return range(first * size, (first + count) * size)
-
-    heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
-    kv_heads = own(spec.first_kv_head(layer), num_kv_heads, head_dim), whole.heads(layer).num_kv_heads * head_dim
-    inner = own(rank, 1, spec.ffn_size_of(layer)), whole.ffn_size_of(layer)
-    dense = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
-    if ".experts." in parameter:
-        inner = spec.shard.inner(whole.ffn_size, whole.ffn_unit), whole.ffn_size
-    tokens = spec.token_ids, whole.vocab_size
-    width, part = whole.layer_embed_size, _part_of(parameter)
-    of_all = {"layer_gate": width, "layer_out": whole.hidden_size, "layer_embed_map": width * whole.num_layers}
-    if part in of_all:  # every rank has these maps whole
-        return 0, [(0, range(of_all[part]), of_all[part])]
-    if spec.latent is not None and (of_latent := _of_latent(spec, spec.latent, part)) is not None:
-        return _DIVIDED_DIM.get(part, 0), [(0, *of_latent)]
-    maps = {
-        "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
-        "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
-        "dense_gate": [dense], "dense_up": [dense], "dense_down": [dense],
-        "embed": [tokens], "head": [tokens], "layer_embed": [tokens],
-        "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
-        "sinks": [(own(rank, 1, spec.num_heads), whole.num_heads)],
-        "gated_q": [(own(rank * spec.num_heads, spec.num_heads, 2 * head_dim), 2 * whole.num_heads * head_dim)],
-    }.get(part) or _of_mixer(spec, part)  # fmt: skip
-    before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
-    return _DIVIDED_DIM.get(part, 0), [(at, *one) for at, one in zip(before, maps, strict=True)]
+    maps, places, before = _shares(spec, parameter), list[tuple[int, range, int]](), 0
+    for own, length in maps:
+        places.append((before, own, length))
+        before += length
+    return _DIVIDED_DIM.get(_part_of(parameter), 0), places
 
 
-def _of_latent(spec: DecoderSpec, latent: LatentSpec, part: str) -> tuple[range, int] | None:
-    """Return the rank's range and the length of a map of latent attention; None for other maps."""
-    of_head = {
-        "q": spec.head_dim, "q_b": spec.head_dim, "kv_b": latent.expanded, "k_b": latent.rank, "v_b": latent.value_dim,
-        "out": latent.value_dim,
-    }  # fmt: skip
-    if part in of_head:
-        own = spec.num_heads * of_head[part]
-        return range(spec.shard.rank * own, (spec.shard.rank + 1) * own), own * spec.shard.size
-    whole = {"q_a": latent.q_rank, "kv_a": latent.stored}
-    return (range(whole[part]), whole[part]) if part in whole else None
-
-
-def _of_mixer(spec: DecoderSpec, part: str) -> list[tuple[range, int]]:
-    """Return the rank's range and the length of each map in a parameter of a layer with a state."""
-    size, rank, mixer = spec.shard.size, spec.shard.rank, spec.mixer
-
-    def share(own: int) -> tuple[range, int]:
-        return range(rank * own, (rank + 1) * own), own * size
-
-    if isinstance(mixer, ShortConvSpec):
-        return [share(mixer.channels)] * (3 if part == "mix_in" else 1)
-    assert mixer is not None
-    # Tiled value heads of a rank's key heads are several ranges.
-    tiles = mixer.value_heads // mixer.key_heads if mixer.tiled else 1
-    keys, values, heads = (
-        share(mixer.key_heads * mixer.key_dim),
-        [share(mixer.values // tiles)] * tiles,
-        mixer.value_heads,
-    )
-    of_heads = [share(heads // tiles)] * tiles
-    return {
-        "mix_qkv": [keys, keys, *values], "conv": [keys, keys, *values], "mix_z": values, "mix_out": values,
-        "mix_b": of_heads, "mix_a": of_heads, "decay_log": of_heads, "decay_bias": of_heads,
-        "mix_qkvz": [share(mixer.channels + mixer.values)], "mix_ba": [share(2 * mixer.value_heads)],
-    }[part]  # fmt: skip
+def _shares(spec: DecoderSpec, parameter: str) -> list[Share]:
+    """Return the rank's share of each map in a parameter."""
+    whole, part = spec.whole, _part_of(parameter)
+    if part in ("embed", "head", "layer_embed"):
+        return [Share(spec.token_ids, whole.vocab_size)]
+    # every rank has these maps whole
+    of_all = {"layer_gate": whole.layer_embed_size, "layer_out": whole.hidden_size}
+    of_all["layer_embed_map"] = whole.layer_embed_size * whole.num_layers
+    if part in of_all:
+        return [Share(range(of_all[part]), of_all[part])]
+    index = int(parameter.split(".")[1])
+    layer, whole_layer = spec.layers[index], whole.layers[index]
+    if part in ("gate", "up", "gate_up", "down"):
+        size = whole_layer.ffn.size
+        inner = Share(spec.shard.inner(size, whole.ffn_unit(index)), size)
+        return [inner, inner] if part == "gate_up" else [inner]
+    if part.startswith("dense_"):
+        return [spec.shard.share(layer.ffn.beside)]
+    return layer.mixer.shares(whole_layer.mixer, spec.shard, part)  # type: ignore[arg-type]  # both are of one kind

@@ -60,6 +60,14 @@ def latent_up(
     return up._replace(absorb=absorb, values=[product(of_head.contiguous()) for of_head in up.values_weight])
 
 
+def latent_up_of_maps(
+    absorb: torch.Tensor, values: torch.Tensor, num_heads: int, product: Callable[[torch.Tensor], Product] | None = None
+) -> LatentUp:
+    """`latent_up` from two maps: [num_heads * rank, nope_dim] and [num_heads * value_dim, rank]."""
+    keys, own = (weight.view(num_heads, -1, weight.shape[1]) for weight in (absorb, values))
+    return latent_up(torch.cat((keys.transpose(1, 2), own), 1), keys.shape[2], product)
+
+
 def latent_store_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, nope_dim + rope_dim], any stride between tokens; is overwritten
     latents: torch.Tensor,  # [num_tokens, rank + rope_dim], any stride between tokens

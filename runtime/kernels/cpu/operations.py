@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -11,8 +11,8 @@ from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.compiled_rows import CompiledRows
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
+from runtime.kernels.cpu.linear.compiled_linear import Around
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
-from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
@@ -21,20 +21,27 @@ from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
 from runtime.kernels.cpu.states.compiled_states import CompiledStates
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Operands, lookup_torch
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.token_keys import NONE
 
 
 class CompiledOperations:
-    """Operations that share a launcher. `norm` and `activate` are references."""
+    """Operations that share a launcher. `norm`, `activate` and `linear` are references."""
 
-    def __init__(self, numerics: Numerics, spec: DecoderSpec, norm: Norm, activate: Activate) -> None:
+    def __init__(
+        self,
+        numerics: Numerics,
+        spec: DecoderSpec,
+        norm: Norm,
+        activate: Activate,
+        linear: Callable[[Sequence[torch.Tensor], torch.Tensor | None], Linear],
+    ) -> None:
         self.launcher = Launcher()
-        self._numerics = numerics
-        self.rows = CompiledRows(self.launcher, norm, activate, spec.activation, spec.gated)
-        self._around = self.launcher, norm, self.rows.activate, spec.activation, spec.gated
+        self._numerics, self._linear = numerics, linear
+        self.rows = CompiledRows(self.launcher, norm, activate, spec.ffn.activation, spec.ffn.gated)
+        self._around = Around(self.launcher, norm, self.rows.activate, spec.ffn.activation, spec.ffn.gated)
         # These take float32 rows; steps then make `TiledRows`.
         is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or spec.latent.has_whole_blocks(ROWS))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
@@ -43,37 +50,36 @@ class CompiledOperations:
             self.latents = CompiledLatents(self.launcher, self.attention, numerics.activation_bits // 8)
         self.states = CompiledStates(self.launcher) if is_float32 else None
 
-    def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:
-        return InterleavedLinear(parts, bias, *self._around, self._numerics.activation_bits // 8)
+    def linear(self, weights: Sequence[torch.Tensor | InterleavedWeight], bias: torch.Tensor | None) -> Linear:
+        """A layer with one dense weight, or with interleaved ones. Kernels multiply dense weights in float32."""
+        interleaved = [weight for weight in weights if isinstance(weight, InterleavedWeight)]
+        if interleaved:
+            return InterleavedLinear(interleaved, bias, self._around, self._numerics.activation_bits // 8)
+        (weight,) = (weight for weight in weights if isinstance(weight, torch.Tensor))
+        if self.attention is None:
+            return self._linear([weight], bias)
+        return DenseLinear(weight, bias, self._around)
 
-    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DenseLinear:
-        """A layer with a float32 weight."""
-        return DenseLinear(dense_weight(weight), bias, *self._around)
-
-    def experts(self, spec: ExpertsSpec, router: Router, layers: Sequence[tuple[Linear, Linear]]) -> ExpertLayer:
-        """The mixture with these layers, the gate_up and down of each expert."""
+    def experts(self, spec: ExpertsSpec, router: Router, experts: Iterable[tuple[Operands, Operands]]) -> ExpertLayer:
+        """The mixture with the gate_up and down of each expert."""
+        layers = [(self.linear(*gate_up), self.linear(*down)) for gate_up, down in experts]
         if (compiled := compiled_layers(layers)) is not None:
             return CompiledExperts(spec, router, compiled)
         products = [(gate_up.product, down.product) for gate_up, down in layers]
-        return Experts(spec, router, products, lambda product: product, self._around[2])
+        return Experts(spec, router, products, lambda product: product, self._around.activate)
 
-    def dense_lookup(self, table: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
-        """Rows of a float32 table, times a factor; valid until the next lookup of as many columns."""
+    def lookup(self, table: torch.Tensor | InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
+        """Rows of a table, times a factor; valid until the next lookup of as many columns."""
+        if isinstance(table, torch.Tensor) and self.attention is None:
+            return lookup_torch(table, ids, factor)
         num_rows, columns = len(ids), table.shape[1]
         out = self.launcher.buffer(f"rows {columns}", num_rows, columns)
-        arguments = (table, ids, out, num_rows, columns, factor)
-        self.launcher.launch(kernel(dense_lookup), arguments, self.launcher.parts(num_rows, out.numel()))
-        return out
-
-    def lookup(self, weight: InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
-        """Dequantized rows of a weight, times a factor; valid until the next lookup of as many columns."""
-        num_rows, columns = len(ids), weight.shape[1]
-        out = self.launcher.buffer(f"rows {columns}", num_rows, columns)
-        shared = weight.scales, weight.minimums, weight.super_scales, weight.super_minimums
-        arguments = (weight.values, *shared, ids, out, num_rows, columns, factor)
-        self.launcher.launch(
-            kernel(lookup, form=weight.form), arguments, self.launcher.parts(num_rows, 16 * out.numel())
-        )
+        rows = ids, out, num_rows, columns, factor
+        if isinstance(table, InterleavedWeight):
+            parts = self.launcher.parts(num_rows, 16 * out.numel())
+            self.launcher.launch(kernel(lookup, form=table.form), (*table.tensors, *rows), parts)
+        else:
+            self.launcher.launch(kernel(dense_lookup), (table, *rows), self.launcher.parts(num_rows, out.numel()))
         return out.to(self._numerics.dtype)
 
     def drawn_keys(

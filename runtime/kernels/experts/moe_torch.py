@@ -6,16 +6,16 @@ the order of its preference, so a row's bits do not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.exact_functions import sigmoid
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Operands, Product
 
 W = TypeVar("W")
 
@@ -45,6 +45,31 @@ class Mixture(ExpertLayer, Protocol):
     """A mixture with the weights of all experts in one format."""
 
     biases: ExpertBiases
+
+
+def stacked_mixture(
+    kind: Callable[[ExpertsSpec, Router, Iterable[tuple[Any, Any]]], Mixture],
+    spec: ExpertsSpec,
+    router: Router,
+    experts: Iterable[tuple[Operands, Operands]],
+) -> Mixture:
+    """A mixture of this kind, which takes the weights of one expert after another, and all biases together."""
+    biases = list[tuple[torch.Tensor | None, ...]]()
+
+    def weights() -> Iterator[tuple[Any, Any]]:
+        for gate_up, down in experts:
+            biases.append((gate_up.bias, down.bias))
+            yield gate_up.weights[0], down.weights[0]
+
+    mixture = kind(spec, router, weights())
+    mixture.biases = ExpertBiases(*map(_stacked, zip(*biases, strict=True)))
+    return mixture
+
+
+def _stacked(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[num_experts, out]; None without biases."""
+    found = [bias for bias in biases if bias is not None]
+    return torch.stack(found) if found else None
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ Deterministic mode therefore uses only calls that were measured to return the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,13 @@ class Norm(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor: ...
+
+
+class Operands(NamedTuple):
+    """What a linear layer multiplies with. The types of the weights belong to the backend."""
+
+    weights: Sequence[Any]  # of consecutive outputs; one, unless a backend's weights differ in format
+    bias: torch.Tensor | None  # [out]
 
 
 def soft_cap_torch(x: torch.Tensor, cap: float) -> torch.Tensor:

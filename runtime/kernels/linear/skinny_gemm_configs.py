@@ -1,4 +1,4 @@
-"""Launch configurations that benchmarks/kernels/tune_linear.py measured on an H200; other shapes use a rule."""
+"""Launch configurations that benchmarks/kernels/tune.py measured on an H200; other shapes use a rule."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import glm, llama
-from runtime.models.rope import rope_parameters
+from runtime.models.rope import rope_parameters, rope_spec
 from runtime.models.weight_map import WeightMap
 
 _ATTENTION = {
@@ -41,13 +41,9 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         )
     if method not in ("greedy", "group_limited_greedy"):
         raise CallboardError(f"The model's topk_method is {method!r}; supported are greedy and group_limited_greedy.")
-    spec, has_groups = _spec(config), method != "greedy"
-    if not _has_experts(spec, config):
-        return spec
-    spec = glm.with_experts(spec, config)
-    assert spec.experts is not None
+    has_groups = method != "greedy"
     experts = replace(
-        spec.experts,
+        glm.experts(config),
         normalized=False,
         scores="softmax",
         choice_bias=False,
@@ -55,7 +51,7 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         top_groups=(config["topk_group"] or 1) if has_groups else 1,
         group_score="max",
     )
-    return replace(spec, experts=experts)
+    return _decoder(config, experts)
 
 
 def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -67,10 +63,7 @@ def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
             f"The model's router has the topk_method {method!r} and the scoring_func {scores!r}; supported are "
             "noaux_tc and sigmoid."
         )
-    spec = _spec(config)
-    if not _has_experts(spec, config):
-        return spec
-    return glm.with_experts(spec, config)
+    return _decoder(config)
 
 
 def flash_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -82,43 +75,38 @@ def flash_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     return v3_decoder_spec({**config, "first_k_dense_replace": dense})
 
 
-def _spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec without experts."""
+def _decoder(config: Mapping[str, Any], experts: ExpertsSpec | None = None) -> DecoderSpec:
+    if config.get("moe_layer_freq", 1) != 1:
+        raise CallboardError(
+            f"The model's moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in all layers after the first "
+            "ones, is supported."
+        )
+    attention, ffns = _attention(config), [llama.ffn(config)] * config["num_hidden_layers"]
+    if config["n_routed_experts"] and config["first_k_dense_replace"] < len(ffns):
+        ffns = glm.ffns(config, experts or glm.experts(config))
+    return llama.decoder(config, [LayerSpec(attention, ffn) for ffn in ffns])
+
+
+def _attention(config: Mapping[str, Any]) -> LatentSpec:
     if config["attention_bias"] or config["mlp_bias"]:
         raise CallboardError("The model's config.json has attention_bias or mlp_bias; latent attention has no biases.")
+    rope, scaling = rope_spec(config), rope_parameters(config)
+    factor = 0.1 * (scaling.get("mscale_all_dim") or 0.0) * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     latent = LatentSpec(
+        num_heads=config["num_attention_heads"],
         rank=config["kv_lora_rank"],
         rope_dim=config["qk_rope_head_dim"],
         nope_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
         q_rank=config["q_lora_rank"] or 0,
         split_up=config.get("kv_b_is_split", False),
+        rope=replace(rope, interleaved=bool(config.get("rope_interleave", True))),
     )
     if latent.rope_dim % 2:
         raise CallboardError(f"The model's qk_rope_head_dim is {latent.rope_dim}; it must be even.")
-    head_dim = latent.nope_dim + latent.rope_dim
-    spec = llama.decoder_spec({**config, "head_dim": head_dim, "num_key_value_heads": 1})
-    rope = spec.rope
     if rope.partial != 1.0:
         raise CallboardError(
             f"The model's partial_rotary_factor is {rope.partial}; with latent attention, qk_rope_head_dim states the "
             "numbers that rotate."
         )
-    scaling = rope_parameters(config)
-    factor = 0.1 * (scaling.get("mscale_all_dim") or 0.0) * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-    return replace(
-        spec,
-        latent=latent,
-        rope=replace(rope, interleaved=bool(config.get("rope_interleave", True))),
-        attn_scale=head_dim**-0.5 * (factor if rope.type != "default" else 1.0) ** 2,
-    )
-
-
-def _has_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> bool:
-    """Return True if the model has experts; raises CallboardError for dense layers among theirs."""
-    if config.get("moe_layer_freq", 1) != 1:
-        raise CallboardError(
-            f"The model's moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in all layers after the first "
-            "ones, is supported."
-        )
-    return bool(config["n_routed_experts"]) and config["first_k_dense_replace"] < spec.num_layers
+    return replace(latent, scale=latent.head_dim**-0.5 * (factor if rope.type != "default" else 1.0) ** 2)

@@ -5,13 +5,13 @@ scaled. `gemma4.py` has Gemma 4."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec, FfnSpec, LayerSpec
+from runtime.base.model.layer_spec import POST_NORMS, PRE_NORMS
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
-from runtime.models.rope import rope_spec, ropes_by_kind
+from runtime.models.rope import ropes_by_kind
 from runtime.models.weight_map import WeightMap
 
 WEIGHT_MAP = WeightMap(
@@ -31,35 +31,40 @@ WEIGHT_MAP = WeightMap(
 
 def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""
-    return _spec(config, 2)
+    attention = _attention(config)
+    return _decoder(config, attention, attention, pattern=2)
 
 
 def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of the config of a text model, or of the text part of one."""
-    full, sliding = ropes_by_kind(config)
-    local = rope_spec({**config, "rope_theta": config["rope_local_base_freq"], **sliding})
+    ropes = ropes_by_kind(config)
+    full = _attention({**config, **ropes[0]}, qk_norm="head")
+    sliding = _attention({**config, "rope_theta": config["rope_local_base_freq"], **ropes[1]}, qk_norm="head")
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-    return replace(_spec({**config, **full}, pattern), qk_norm=True, local_rope=local)
+    return _decoder(config, full, sliding, pattern)
 
 
-def _spec(config: Mapping[str, Any], pattern: int) -> DecoderSpec:
-    """The common part of both specs. Every `pattern`-th layer attends to all positions."""
+def ffn(config: Mapping[str, Any], **own: Any) -> FfnSpec:
+    """A feed-forward layer; raises CallboardError for an activation that is not supported."""
     if (activation := config["hidden_activation"]) != "gelu_pytorch_tanh":
         raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
+    return llama.ffn({**config, "hidden_act": "silu"}, activation="gelu_tanh", **own)
+
+
+def _attention(config: Mapping[str, Any], **own: Any) -> AttentionSpec:
     if config.get("use_bidirectional_attention"):
         raise CallboardError("The model's use_bidirectional_attention is true; only causal attention is supported.")
-    spec = llama.decoder_spec({**config, "hidden_act": "silu"})
-    kinds = config["layer_types"] or [
-        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(spec.num_layers)
-    ]
-    return replace(
-        spec,
-        activation="gelu_tanh",
-        post_norms=True,
-        embed_scale=spec.hidden_size**0.5,
-        attn_scale=config["query_pre_attn_scalar"] ** -0.5,
-        attn_soft_cap=config["attn_logit_softcapping"] or 0.0,
-        logit_soft_cap=config["final_logit_softcapping"] or 0.0,
-        window=config["sliding_window"],
-        sliding=tuple(kind == "sliding_attention" for kind in kinds),
-    )
+    scale, cap = config["query_pre_attn_scalar"] ** -0.5, config["attn_logit_softcapping"] or 0.0
+    return llama.attention(config, scale=scale, soft_cap=cap, **own)
+
+
+def _decoder(config: Mapping[str, Any], full: AttentionSpec, sliding: AttentionSpec, pattern: int) -> DecoderSpec:
+    """Every `pattern`-th layer attends to all positions."""
+    mixers, mlp = llama.attentions(config, full, lambda i: bool((i + 1) % pattern), sliding), ffn(config)
+    return decoder(config, [LayerSpec(mixer, mlp, PRE_NORMS + POST_NORMS) for mixer in mixers])
+
+
+def decoder(config: Mapping[str, Any], layers: list[LayerSpec]) -> DecoderSpec:
+    """A decoder of these layers, with scaled embeddings."""
+    ends = {"embed_scale": config["hidden_size"] ** 0.5, "logit_soft_cap": config["final_logit_softcapping"] or 0.0}
+    return llama.decoder(config, layers, **ends)

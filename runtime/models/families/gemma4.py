@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec
+from runtime.base.model.layer_spec import POST_NORMS, PRE_NORMS
 from runtime.base.types import CallboardError
 from runtime.models.families import gemma, llama
-from runtime.models.rope import rope_spec
 from runtime.models.weight_map import WeightMap
 
 _LAYER = "layers.{}."
@@ -51,46 +51,44 @@ WEIGHT_MAP = WeightMap(
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of the config of a text model, or of the text part of one."""
     _check(config)
-    config = {**config, "rope_scaling": None}
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
     kinds = config["layer_types"] or [
         "sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)
     ]
     kinds = [*kinds[: num_layers - 1], "full_attention"]
-    dim, kv_heads = _full_heads(config, kinds)
-    shared, width = config["num_kv_shared_layers"], config["hidden_size_per_layer_input"]
-    if missing := set(kinds) - set(kinds[: num_layers - shared]):
+    own = num_layers - config["num_kv_shared_layers"]  # layers that store keys and values
+    if missing := set(kinds) - set(kinds[:own]):
         raise CallboardError(
-            f"The model's num_kv_shared_layers is {shared}, so no layer of kind {min(missing)} stores keys and values."
+            f"The model's num_kv_shared_layers is {num_layers - own}, so no layer of kind {min(missing)} stores keys "
+            "and values."
         )
-    spec = llama.decoder_spec({**config, "hidden_act": "silu", "rope_parameters": ropes["full_attention"]})
-    spec = replace(
-        spec,
-        activation="gelu_tanh",
-        qk_norm=True,
-        v_norm=True,
-        post_norms=True,
-        embed_scale=spec.hidden_size**0.5,
-        attn_scale=1.0,
-        logit_soft_cap=config["final_logit_softcapping"] or 0.0,
-        window=config["sliding_window"],
-        sliding=tuple(kind == "sliding_attention" for kind in kinds),
-        local_rope=rope_spec({**config, "rope_parameters": ropes["sliding_attention"]}),
-        full_head_dim=dim,
-        full_kv_heads=kv_heads,
-        keys_as_values=config["attention_k_eq_v"],
-        shared_kv_layers=shared,
-        shared_kv_ffn_size=2 * spec.ffn_size if shared and config["use_double_wide_mlp"] else 0,
-        layer_embed_size=width,
-        layer_factors=True,
+    dim, kv_heads = _full_heads(config, kinds)
+    full, sliding = (
+        llama.attention(
+            {**config, "rope_scaling": None, "rope_parameters": ropes[kind]}, qk_norm="head", v_norm=True, scale=1.0
+        )
+        for kind in ("full_attention", "sliding_attention")
     )
-    if not config["enable_moe_block"]:
-        return spec
-    experts = ExpertsSpec(
-        config["num_experts"], config["top_k_experts"], normalized=True, expert_scales=True, own_norm=True
-    )
-    size = config["moe_intermediate_size"]
-    return replace(spec, ffn_size=size, dense_ffn_size=spec.ffn_size, dense_beside=True, experts=experts)
+    full = replace(full, head_dim=dim, num_kv_heads=kv_heads, keys_as_values=config["attention_k_eq_v"])
+    sliding = replace(sliding, window=config["sliding_window"])
+    factor = 2 if config["use_double_wide_mlp"] else 1  # in layers with shared keys and values
+    ffn, wide = gemma.ffn(config), gemma.ffn(config, size=factor * config["intermediate_size"])
+    if config["enable_moe_block"]:
+        ffn = wide = gemma.ffn(
+            config,
+            size=config["moe_intermediate_size"],
+            beside=config["intermediate_size"],
+            experts=ExpertsSpec(
+                config["num_experts"], config["top_k_experts"], normalized=True, expert_scales=True, own_norm=True
+            ),
+        )
+    layer, layers = LayerSpec(full, ffn, PRE_NORMS + POST_NORMS, config["hidden_size_per_layer_input"], True), []
+    for i, kind in enumerate(kinds):
+        mixer = sliding if kind == "sliding_attention" else full
+        if i >= own:
+            mixer = replace(mixer, kv_source=max(source for source in range(own) if kinds[source] == kind))
+        layers.append(replace(layer, mixer=mixer, ffn=ffn if i < own else wide))
+    return gemma.decoder(config, layers)
 
 
 def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
@@ -112,8 +110,6 @@ def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
 
 def _check(config: Mapping[str, Any]) -> None:
     """Raises CallboardError for variants that are not supported."""
-    if (activation := config["hidden_activation"]) != "gelu_pytorch_tanh":
-        raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
     if config.get("use_bidirectional_attention") == "all":
         raise CallboardError("The model's use_bidirectional_attention is 'all'; only causal attention is supported.")
     sizes = config["vocab_size_per_layer_input"], config["vocab_size"]

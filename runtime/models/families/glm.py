@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec
+from runtime.base.model.layer_spec import POST_NORMS, PRE_NORMS
 from runtime.models.families import llama
+from runtime.models.rope import rope_spec
 from runtime.models.weight_map import WeightMap
 
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, "gate_up": "model.layers.{}.mlp.gate_up_proj"})
@@ -37,26 +39,34 @@ MOE_WEIGHT_MAP = WeightMap({
 _SUM_EPS = 1e-20  # of the weights of a token's experts
 
 
-def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+def decoder_spec(config: Mapping[str, Any], norms: tuple[str, ...] = PRE_NORMS) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(config)
-    return replace(spec, out_bias=False, fused_gate_up=True, rope=replace(spec.rope, interleaved=True))
+    attention = llama.attention(config, out_bias=False, rope=replace(rope_spec(config), interleaved=True))
+    layer = LayerSpec(attention, llama.ffn(config, fused_gate_up=True), norms)
+    return llama.decoder(config, [layer] * config["num_hidden_layers"])
 
 
 def post_norms_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Glm4ForCausalLM."""
-    return replace(decoder_spec(config), post_norms=True)
+    return decoder_spec(config, PRE_NORMS + POST_NORMS)
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Glm4MoeForCausalLM; raises CallboardError for what llama refuses."""
-    spec = replace(llama.decoder_spec(config), out_bias=False, qk_norm=config["use_qk_norm"])
-    return with_experts(spec, config)
+    attention = llama.attention(config, out_bias=False, qk_norm="head" if config["use_qk_norm"] else "none")
+    return llama.decoder(config, [LayerSpec(attention, ffn) for ffn in ffns(config, experts(config))])
 
 
-def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec with a mixture after the first layers: sigmoid scores, a choice bias, and groups of experts."""
-    experts = ExpertsSpec(
+def ffns(config: Mapping[str, Any], mixture: ExpertsSpec) -> list[FfnSpec]:
+    """The feed-forward part of each layer: a mixture after the first layers."""
+    size, num_dense = config["moe_intermediate_size"], config["first_k_dense_replace"]
+    dense, experts = llama.ffn(config), llama.ffn(config, size=size, experts=mixture)
+    return [dense if i < num_dense else experts for i in range(config["num_hidden_layers"])]
+
+
+def experts(config: Mapping[str, Any]) -> ExpertsSpec:
+    """A mixture with sigmoid scores, a choice bias, and groups of experts."""
+    return ExpertsSpec(
         config["n_routed_experts"],
         config["num_experts_per_tok"],
         normalized=bool(config["norm_topk_prob"]),
@@ -69,11 +79,4 @@ def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
         top_groups=config["topk_group"] or 1,
         group_score="top2",
         float32_logits=True,
-    )
-    return replace(
-        spec,
-        ffn_size=config["moe_intermediate_size"],
-        experts=experts,
-        dense_layers=config["first_k_dense_replace"],
-        dense_ffn_size=config["intermediate_size"],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, RopeSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec, FfnSpec, LayerSpec, RopeSpec
 from runtime.base.types import CallboardError
 from runtime.models.weight_map import WeightMap
 
@@ -39,24 +39,23 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     if config["scale_attn_by_inverse_layer_idx"] or not config["scale_attn_weights"]:
         raise CallboardError("The model scales attention scores by layer or not at all, which is not supported.")
     hidden, heads = config["n_embd"], config["n_head"]
-    return DecoderSpec(
-        num_layers=config["n_layer"],
-        hidden_size=hidden,
+    attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        ffn_size=config["n_inner"] or 4 * hidden,
+        rope=RopeSpec(partial=0.0),
+        qkv_bias=True,
+        out_bias=True,
+        fused_qkv=True,
+    )
+    ffn = FfnSpec(config["n_inner"] or 4 * hidden, "gelu_tanh", gated=False, ffn_bias=True)
+    return DecoderSpec(
+        layers=(LayerSpec(attention, ffn),) * config["n_layer"],
+        hidden_size=hidden,
         vocab_size=config["vocab_size"],
         max_positions=config["n_positions"],
         norm_eps=config["layer_norm_epsilon"],
-        rope=RopeSpec(partial=0.0),
-        activation="gelu_tanh",
-        tied_head=config["tie_word_embeddings"],
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
-        fused_qkv=True,
-        gated=False,
         norm="layer",
         learned_positions=True,
+        tied_head=config["tie_word_embeddings"],
     )

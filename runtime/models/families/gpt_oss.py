@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import ACTIVATION_LIMIT, DecoderSpec, ExpertsSpec, LayerSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
@@ -29,24 +28,15 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation with another factor."""
     if (alpha := config["swiglu_alpha"]) != _ALPHA:
         raise CallboardError(f"The model's swiglu_alpha is {alpha!r}; supported is {_ALPHA}.")
-    spec, window = llama.decoder_spec(config), config["sliding_window"]
-    kinds = config["layer_types"] or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(spec.num_layers)
-    ]
-    sliding = tuple(kind == "sliding_attention" for kind in kinds[: spec.num_layers])
-    return replace(
-        spec,
-        experts=ExpertsSpec(
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            normalized=False,
-            scores="softmax_of_chosen",
-            router_bias=True,
-        ),
-        ffn_bias=True,
-        activation="swiglu_clamped",
-        activation_limit=float(config["swiglu_limit"]),
-        sinks=True,
-        window=window or 0,
-        sliding=sliding if window else (),
+    if (limit := float(config["swiglu_limit"])) != ACTIVATION_LIMIT:
+        raise CallboardError(f"The model's activation is clamped to {limit}; only {ACTIVATION_LIMIT} is supported.")
+    experts = ExpertsSpec(
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        normalized=False,
+        scores="softmax_of_chosen",
+        router_bias=True,
     )
+    ffn = llama.ffn(config, experts=experts, activation="swiglu_clamped", ffn_bias=True)
+    mixers = llama.attentions(config, llama.attention(config, sinks=True), lambda i: i % 2 == 0)
+    return llama.decoder(config, [LayerSpec(mixer, ffn) for mixer in mixers])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec, RopeSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
@@ -27,19 +26,8 @@ MOE_WEIGHT_MAP = WeightMap({
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a config.json; raises CallboardError for what llama refuses.
-
-    Granite multiplies the output of each layer before it is added to the residual. Here the residual is divided by the
-    multiplier instead, so layers add their outputs as they are. So embeddings are divided by the multiplier, and the
-    epsilon of norms by its square."""
-    spec, multiplier = llama.decoder_spec(config), config["residual_multiplier"]
-    return replace(
-        spec,
-        norm_eps=spec.norm_eps / multiplier**2,
-        embed_scale=config["embedding_multiplier"] / multiplier,
-        attn_scale=float(config["attention_multiplier"]),
-        logit_scale=1.0 / config["logits_scaling"],
-    )
+    """The spec of a config.json; raises CallboardError for what llama refuses."""
+    return _decoder(config, llama.ffn(config))
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -47,7 +35,7 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     experts = ExpertsSpec(
         config["num_local_experts"], config["num_experts_per_tok"], normalized=False, scores="softmax_of_chosen"
     )
-    return replace(decoder_spec(config), experts=experts)
+    return _decoder(config, llama.ffn(config, experts=experts))
 
 
 def hybrid_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -58,6 +46,23 @@ def hybrid_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
             f"The model has {config['num_local_experts']} experts and layers of kind {sorted(others)} "
             "(layer_types); of Granite 4, models of attention layers without experts are supported."
         )
-    spec = decoder_spec(dict(config, intermediate_size=config["shared_intermediate_size"]))
-    rope = spec.rope if config["position_embedding_type"] == "rope" else RopeSpec(partial=0.0)
-    return replace(spec, rope=rope, fused_gate_up=True)
+    ffn = llama.ffn(config, size=config["shared_intermediate_size"], fused_gate_up=True)
+    return _decoder(
+        config, ffn, **{} if config["position_embedding_type"] == "rope" else {"rope": RopeSpec(partial=0.0)}
+    )
+
+
+def _decoder(config: Mapping[str, Any], ffn: FfnSpec, **of_attention: Any) -> DecoderSpec:
+    """Granite multiplies the output of each layer before it is added to the residual.
+
+    Here the residual is divided by the multiplier instead, so layers add their outputs as they are. So embeddings are
+    divided by the multiplier, and the epsilon of norms by its square."""
+    multiplier = config["residual_multiplier"]
+    attention = llama.attention(config, scale=float(config["attention_multiplier"]), **of_attention)
+    return llama.decoder(
+        config,
+        [LayerSpec(attention, ffn)] * config["num_hidden_layers"],
+        norm_eps=config["rms_norm_eps"] / multiplier**2,
+        embed_scale=config["embedding_multiplier"] / multiplier,
+        logit_scale=1.0 / config["logits_scaling"],
+    )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec
 from runtime.base.model.mixer_spec import ShortConvSpec
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
@@ -41,7 +40,7 @@ _SUM_EPS = 1e-6  # of the weights of a token's experts
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json."""
-    return _spec(config, _ffn_size(config))
+    return _decoder(config, [llama.ffn(config, size=_ffn_size(config))] * config["num_hidden_layers"])
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -55,27 +54,20 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         sum_eps=_SUM_EPS,
         scale=config["routed_scaling_factor"],
     )
-    return replace(
-        _spec(config, config["moe_intermediate_size"]),
-        experts=experts,
-        dense_layers=config["num_dense_layers"],
-        dense_ffn_size=config["intermediate_size"],
-    )
+    mixture = llama.ffn(config, size=config["moe_intermediate_size"], experts=experts)
+    layers, num_dense = range(config["num_hidden_layers"]), config["num_dense_layers"]
+    return _decoder(config, [llama.ffn(config) if i < num_dense else mixture for i in layers])
 
 
-def _spec(config: Mapping[str, Any], ffn_size: int) -> DecoderSpec:
-    """The spec without experts."""
-    tied = config.get("tie_embedding", config["tie_word_embeddings"])
-    own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": ffn_size, "tie_word_embeddings": tied}
-    spec = llama.decoder_spec({**config, **own})
-    attending = config["full_attn_idxs"]
-    layers = range(spec.num_layers)
+def _decoder(config: Mapping[str, Any], ffns: list[FfnSpec]) -> DecoderSpec:
+    conv = ShortConvSpec(config["hidden_size"], config["conv_L_cache"], config["conv_bias"])
+    attention, attending = llama.attention(config, qk_norm="head"), config["full_attn_idxs"]
     kinds = config["layer_types"] or [
-        "full_attention" if attending is None or i in attending else "conv" for i in layers
+        "full_attention" if attending is None or i in attending else "conv" for i in range(len(ffns))
     ]
-    mixer = ShortConvSpec(spec.hidden_size, config["conv_L_cache"], config["conv_bias"])
-    stateful = tuple(kinds[i] == "conv" for i in layers)
-    return replace(spec, qk_norm=True, mixer=mixer if any(stateful) else None, stateful=stateful)
+    layers = [LayerSpec(conv if kinds[i] == "conv" else attention, ffn) for i, ffn in enumerate(ffns)]
+    tied = config.get("tie_embedding", config["tie_word_embeddings"])
+    return llama.decoder(config, layers, norm_eps=config["norm_eps"], tied_head=tied)
 
 
 def _ffn_size(config: Mapping[str, Any]) -> int:

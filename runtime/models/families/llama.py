@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec, FfnSpec, LayerSpec
 from runtime.base.types import CallboardError
 from runtime.models.rope import context, rope_spec
 from runtime.models.weight_map import WeightMap
@@ -29,23 +30,54 @@ WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""
+    layer = LayerSpec(attention(config), ffn(config))
+    return decoder(config, [layer] * config["num_hidden_layers"])
+
+
+def attention(config: Mapping[str, Any], **own: Any) -> AttentionSpec:
+    """A layer's attention. The fields in `own` replace the config's."""
+    heads = config["num_attention_heads"]
+    stated: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": config["num_key_value_heads"] or heads,
+        "head_dim": config["head_dim"] or config["hidden_size"] // heads,
+        "qkv_bias": config["attention_bias"],
+        "out_bias": config.get("stored_out_bias", config["attention_bias"]),  # a GGUF file states both
+    }
+    return AttentionSpec(**stated | {"rope": rope_spec(config)} | own)
+
+
+def attentions(
+    config: Mapping[str, Any],
+    full: AttentionSpec,
+    slides: Callable[[int], bool],
+    sliding: AttentionSpec | None = None,
+) -> list[AttentionSpec]:
+    """The attention of each layer: `full`, or `sliding` with the config's window (`full` with it if None).
+
+    `slides` returns True for layers that have a window if the config lacks layer_types."""
+    layers, sliding = range(config["num_hidden_layers"]), replace(sliding or full, window=config["sliding_window"] or 0)
+    kinds = config["layer_types"] or ["sliding_attention" if slides(i) else "full_attention" for i in layers]
+    return [sliding if kinds[i] == "sliding_attention" else full for i in layers]
+
+
+def ffn(config: Mapping[str, Any], **own: Any) -> FfnSpec:
+    """A feed-forward layer. The fields in `own` replace the config's."""
     if config["hidden_act"] != "silu":
         raise CallboardError(f"The model's hidden_act is {config['hidden_act']!r}; supported is silu.")
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    rope = rope_spec(config)
-    return DecoderSpec(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config["num_key_value_heads"] or heads,
-        head_dim=config["head_dim"] or hidden // heads,
-        ffn_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_positions=context(config, rope),
-        norm_eps=config["rms_norm_eps"],
-        rope=rope,
-        tied_head=config["tie_word_embeddings"],
-        qkv_bias=config["attention_bias"],
-        out_bias=config.get("stored_out_bias", config["attention_bias"]),  # a GGUF file states both
-        ffn_bias=config["mlp_bias"],
-    )
+    return FfnSpec(**{"size": config["intermediate_size"], "ffn_bias": config["mlp_bias"]} | own)
+
+
+def decoder(config: Mapping[str, Any], layers: Iterable[LayerSpec], **own: Any) -> DecoderSpec:
+    """A decoder of these layers. The fields in `own` replace the config's."""
+    stated: dict[str, Any] = {
+        "layers": (layers := tuple(layers)),
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "norm_eps": config["rms_norm_eps"],
+        "tied_head": config["tie_word_embeddings"],
+    }
+    ropes = [rope for layer in layers if (rope := getattr(layer.mixer, "rope", None))]
+    if not ropes:
+        raise CallboardError("The model's config.json has no layer with attention; at least one must have it.")
+    return DecoderSpec(**stated | {"max_positions": max(context(config, rope) for rope in ropes)} | own)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
-from runtime.models.rope import rope_parameters
+from runtime.models.rope import rope_parameters, rope_spec
 from runtime.models.weight_map import WeightMap
 
 WEIGHT_MAP = llama.WEIGHT_MAP
@@ -33,20 +33,22 @@ MOE_WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(config)
-    if not (window := config["sliding_window"]):
-        return spec
-    types = config["layer_types"] or ["sliding_attention"] * spec.num_layers
-    return replace(spec, window=window, sliding=tuple(kind == "sliding_attention" for kind in types))
+    return windowed(config, llama.attention(config), llama.ffn(config))
+
+
+def windowed(config: Mapping[str, Any], attention: AttentionSpec, ffn: FfnSpec) -> DecoderSpec:
+    """A decoder in which all layers have the config's window, unless it states their kinds."""
+    mixers = llama.attentions(config, attention, lambda i: True)
+    return llama.decoder(config, [LayerSpec(mixer, ffn) for mixer in mixers])
 
 
 def ministral3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Ministral 3's config.json."""
-    spec, rope = decoder_spec(config), rope_parameters(config)
-    if not (beta := rope.get("llama_4_scaling_beta")):
-        return spec
-    original = int(rope["original_max_position_embeddings"])
-    return replace(spec, rope=replace(spec.rope, query_beta=float(beta), original_positions=original))
+    rope, stated = rope_spec(config), rope_parameters(config)
+    if beta := stated.get("llama_4_scaling_beta"):
+        original = int(stated["original_max_position_embeddings"])
+        rope = replace(rope, query_beta=float(beta), original_positions=original)
+    return windowed(config, llama.attention(config, rope=rope), llama.ffn(config))
 
 
 def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -60,7 +62,7 @@ def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Mixtral's config.json."""
     experts = ExpertsSpec(config["num_local_experts"], config["num_experts_per_tok"], normalized=True)
-    return replace(decoder_spec(config), experts=experts)
+    return windowed(config, llama.attention(config), llama.ffn(config, experts=experts))
 
 
 # by the model_type of a text_config, or the model's own if there is none

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec
+from runtime.base.model.layer_spec import POST_NORMS
 from runtime.base.types import CallboardError
 from runtime.models.families import llama, qwen
-from runtime.models.rope import rope_spec, ropes_by_kind
+from runtime.models.rope import ropes_by_kind
 from runtime.models.weight_map import WeightMap
 
 _HEADS_NORMS = {
@@ -31,23 +31,15 @@ MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **qwen.EXPERT_NAMES, **_HE
 
 def olmo2_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(config)
-    return replace(spec, qk_norm=True, qk_norm_all_heads=True, pre_norms=False, post_norms=True)
+    layer = LayerSpec(llama.attention(config, qk_norm="all"), llama.ffn(config), POST_NORMS)
+    return llama.decoder(config, [layer] * config["num_hidden_layers"])
 
 
 def olmo3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of an OLMo 3."""
-    full, sliding = ropes_by_kind(config)
-    spec = olmo2_spec({**config, **full})
-    kinds = config["layer_types"] or [
-        "full_attention" if i % 4 == 0 else "sliding_attention" for i in range(1, spec.num_layers + 1)
-    ]
-    return replace(
-        spec,
-        local_rope=rope_spec({**config, **sliding}),
-        window=config["sliding_window"],
-        sliding=tuple(kind == "sliding_attention" for kind in kinds),
-    )
+    full, sliding = (llama.attention({**config, **rope}, qk_norm="all") for rope in ropes_by_kind(config))
+    mixers, ffn = llama.attentions(config, full, lambda i: bool((i + 1) % 4), sliding), llama.ffn(config)
+    return llama.decoder(config, [LayerSpec(mixer, ffn, POST_NORMS) for mixer in mixers])
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -55,5 +47,5 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     if config["clip_qkv"] is not None:
         raise CallboardError(f"The model's clip_qkv is {config['clip_qkv']!r}; only models without it are supported.")
     experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config["norm_topk_prob"])
-    spec = llama.decoder_spec(config)
-    return replace(spec, qk_norm=True, qk_norm_all_heads=True, experts=experts)
+    layer = LayerSpec(llama.attention(config, qk_norm="all"), llama.ffn(config, experts=experts))
+    return llama.decoder(config, [layer] * config["num_hidden_layers"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from runtime.base.model.decoder_spec import DecoderSpec
@@ -22,6 +21,5 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
     # The original context stands beside the scaling, not in it.
     original = "original_max_position_embeddings"
-    rope = rope_parameters(config) | {original: config[original]}
-    spec = mistral.decoder_spec({**config, "rope_scaling": rope})
-    return replace(spec, fused_qkv=True, fused_gate_up=True)
+    config = {**config, "rope_scaling": rope_parameters(config) | {original: config[original]}}
+    return mistral.windowed(config, llama.attention(config, fused_qkv=True), llama.ffn(config, fused_gate_up=True))

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
@@ -37,22 +36,20 @@ QWEN2_MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **EXPERT_NAMES, **SH
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a dense model's config.json; raises CallboardError for what llama refuses."""
-    spec, layers = llama.decoder_spec(config), range(config["num_hidden_layers"])
-    if config["architectures"] == ["Qwen2ForCausalLM"]:
-        spec = replace(spec, qkv_bias=True, out_bias=False)
-    else:
-        spec = replace(spec, qk_norm=True)
-    if not (config["use_sliding_window"] and config["sliding_window"]):
-        return spec
-    first = config["max_window_layers"]
-    types = config["layer_types"] or ["sliding_attention" if i >= first else "full_attention" for i in layers]
-    return replace(spec, window=config["sliding_window"], sliding=tuple(t == "sliding_attention" for t in types))
+    return _decoder(config, llama.ffn(config), config["max_window_layers"])
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen3-MoE's config.json; raises CallboardError for one with dense layers among the others."""
-    spec = decoder_spec(dict(config, max_window_layers=0))
-    return _with_experts(config, spec)
+    return _decoder(config, _mixture(config))
+
+
+def _decoder(config: Mapping[str, Any], ffn: FfnSpec, first_window: int = 0) -> DecoderSpec:
+    is_qwen2 = config["architectures"] == ["Qwen2ForCausalLM"]
+    own = {"qkv_bias": True, "out_bias": False} if is_qwen2 else {"qk_norm": "head"}
+    windows = {**config, "sliding_window": config["use_sliding_window"] and config["sliding_window"]}
+    mixers = llama.attentions(windows, llama.attention(config, **own), lambda i: i >= first_window)
+    return llama.decoder(config, [LayerSpec(mixer, ffn) for mixer in mixers])
 
 
 def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -61,19 +58,19 @@ def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     The shared expert counts as several of the others' size. Raises CallboardError if it is not a multiple of it."""
     if config["use_sliding_window"]:
         raise CallboardError("The model's use_sliding_window is true; of Qwen2-MoE, only full attention is supported.")
-    spec = replace(llama.decoder_spec(config), qkv_bias=config["qkv_bias"], out_bias=False)
     size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
     if shared % size:
         raise CallboardError(
             f"The model's shared_expert_intermediate_size is {shared}, which must be a multiple of its "
             f"moe_intermediate_size, {size}."
         )
-    return _with_experts(config, spec, shared=shared // size, shared_gate=True)
+    attention = llama.attention(config, qkv_bias=config["qkv_bias"], out_bias=False)
+    layer = LayerSpec(attention, _mixture(config, shared=shared // size, shared_gate=True))
+    return llama.decoder(config, [layer] * config["num_hidden_layers"])
 
 
-def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, **shared: Any) -> DecoderSpec:
-    """The spec with experts in all layers."""
+def _mixture(config: Mapping[str, Any], **shared: Any) -> FfnSpec:
     if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
     experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config["norm_topk_prob"], **shared)
-    return replace(spec, ffn_size=config["moe_intermediate_size"], experts=experts)
+    return llama.ffn(config, size=config["moe_intermediate_size"], experts=experts)

@@ -11,10 +11,9 @@ Norms multiply by 1 + w."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec, FfnSpec, LayerSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.base.types import CallboardError
 from runtime.models.families import llama
@@ -52,52 +51,48 @@ NEXT_WEIGHT_MAP = WeightMap(
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json, or of its text part."""
-    return _spec(config)
+    return _decoder(config, llama.ffn(config))
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a model with experts."""
-    return _with_experts(config, _spec(config), True)
+    return _decoder(config, _mixture(config, True))
 
 
 def next_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen3-Next; raises CallboardError for one with dense layers among the others."""
     if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
-    spec = _spec(config)
-    assert isinstance(spec.mixer, DeltaRuleSpec)
-    spec = replace(spec, mixer=replace(spec.mixer, by_key_head=config.get("linear_maps_by_key_head", True)))
-    return _with_experts(config, spec, config["norm_topk_prob"])
+    by_key_head = config.get("linear_maps_by_key_head", True)
+    return _decoder(config, _mixture(config, config["norm_topk_prob"]), by_key_head)
 
 
-def _spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec without experts."""
+def _decoder(config: Mapping[str, Any], ffn: FfnSpec, by_key_head: bool = False) -> DecoderSpec:
     if not config.get("attn_output_gate", True):
         raise CallboardError("The model's attn_output_gate is false; only attention with a gate is supported.")
-    spec = llama.decoder_spec(config)
-    every = config["full_attention_interval"]
-    kinds = config["layer_types"] or [
-        "linear_attention" if (i + 1) % every else "full_attention" for i in range(spec.num_layers)
-    ]
-    mixer = DeltaRuleSpec(
+    delta_rule = DeltaRuleSpec(
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         width=config["linear_conv_kernel_dim"],
+        by_key_head=by_key_head,
         tiled=config.get("linear_heads_tiled", False),  # in a GGUF file
     )
-    if mixer.value_heads % mixer.key_heads:
+    if delta_rule.value_heads % delta_rule.key_heads:
         raise CallboardError(
-            f"The model's linear_num_value_heads is {mixer.value_heads}, which is not a multiple of its "
-            f"linear_num_key_heads, {mixer.key_heads}."
+            f"The model's linear_num_value_heads is {delta_rule.value_heads}, which is not a multiple of its "
+            f"linear_num_key_heads, {delta_rule.key_heads}."
         )
-    stateful = tuple(kind == "linear_attention" for kind in kinds[: spec.num_layers])
-    return replace(spec, qk_norm=True, output_gate=True, mixer=mixer, stateful=stateful)
+    attention = llama.attention(config, qk_norm="head", output_gate=True)
+    layers, every = range(config["num_hidden_layers"]), config["full_attention_interval"]
+    kinds = config["layer_types"] or ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]
+    mixers = (delta_rule if kinds[i] == "linear_attention" else attention for i in layers)
+    return llama.decoder(config, [LayerSpec(mixer, ffn) for mixer in mixers])
 
 
-def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, normalized: bool) -> DecoderSpec:
-    """The spec with experts, and one more for all tokens; raises CallboardError if that one has another size."""
+def _mixture(config: Mapping[str, Any], normalized: bool) -> FfnSpec:
+    """Experts, and one more for all tokens; raises CallboardError if that one has another size."""
     size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
     if shared != size:
         raise CallboardError(
@@ -105,4 +100,4 @@ def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, normalized: bool
             "sizes are supported."
         )
     experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], normalized, shared=1, shared_gate=True)
-    return replace(spec, ffn_size=size, experts=experts)
+    return llama.ffn(config, size=size, experts=experts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import DecoderSpec, LayerSpec, RopeSpec
 from runtime.models.families import llama
 
 WEIGHT_MAP = llama.WEIGHT_MAP
@@ -14,13 +14,13 @@ WEIGHT_MAP = llama.WEIGHT_MAP
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(config)
-    layers, interval = range(spec.num_layers), config["no_rope_layer_interval"]
+    layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
     turned = config["no_rope_layers"] or [
         (i + 1) % interval for i in layers
     ]  # in spite of its name, 1 is a layer with rope
-    spec = replace(spec, no_rope=tuple(not turned[i] for i in layers))
-    if not (config["use_sliding_window"] and config["sliding_window"]):
-        return spec
-    types = config["layer_types"] or ["sliding_attention" if bare else "full_attention" for bare in spec.no_rope]
-    return replace(spec, window=config["sliding_window"], sliding=tuple(t == "sliding_attention" for t in types))
+    window = config["use_sliding_window"] and config["sliding_window"]
+    attention, ffn = llama.attention(config), llama.ffn(config)
+    mixers = llama.attentions({**config, "sliding_window": window}, attention, lambda i: not turned[i])
+    bare = RopeSpec(partial=0.0)
+    mixers = [mixer if turned[i] else replace(mixer, rope=bare) for i, mixer in enumerate(mixers)]
+    return llama.decoder(config, [LayerSpec(mixer, ffn) for mixer in mixers])

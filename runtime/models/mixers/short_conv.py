@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.base.model.mixer_spec import ShortConvSpec
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.states.state_rows import ConvState
 from runtime.kernels.table import Kernels
+from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache
 
 
@@ -23,6 +25,13 @@ class ShortConvMixer:
     out: Linear
     conv: torch.Tensor  # [channels, width]
     conv_bias: torch.Tensor | None  # [channels]
+
+    @classmethod
+    def build(cls, spec: ShortConvSpec, maps: LinearMaps, prefix: str) -> ShortConvMixer:
+        """The mixer of the layer with this prefix."""
+        own = {name: maps.dense(prefix + name) for name in spec.parameters()}
+        into, out = (maps.linear(prefix, name) for name in ("mix_in", "mix_out"))
+        return cls(maps.kernels, maps.spec.norm_eps, into, out, own["conv"].squeeze(1), own.get("conv_bias"))
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, ConvState)

@@ -1,6 +1,6 @@
-"""The eager engine: all states of a grammar, as arrays that a device can hold.
+"""The eager engine: all grammar states, as arrays that a device can hold.
 
-outlines-core builds the token automaton of a regular expression. It cannot be interrupted and aborts the process when
+outlines-core builds a regular expression's token automaton. It cannot be interrupted and aborts the process when
 memory runs out, so `build` runs in a child process (child.py).
 """
 
@@ -30,7 +30,7 @@ class Automaton:
     EOS is in the masks of the accepting states. A transition has an EOS token only if the grammar names it."""
 
     eos_ids: tuple[int, ...]
-    token_class: NDArray[np.int32]  # [vocab_size], of C classes; class 0 is allowed nowhere
+    token_class: NDArray[np.int32]  # [vocab_size], one of C classes; class 0 is allowed nowhere
     next_state: NDArray[np.int16]  # [S, C]
     masks: NDArray[np.int32]  # [S, num_words]; bit i % 32 of word i // 32 is token i's
     accepting: NDArray[np.bool_]  # [S]
@@ -41,7 +41,7 @@ class Automaton:
 
 
 def build(expression: str, vocabulary: Vocabulary) -> Automaton:
-    """Build an automaton. Raises GrammarError at a limit of this file or of the package."""
+    """Build an automaton. Raises GrammarError at this file's or the package's limits."""
     edge = f"\\x{{{NO_CHARACTER:x}}}"
     try:
         index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
@@ -78,8 +78,8 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
 
 
 def _drop_within_special(transitions: dict[int, dict[int, int]], part_id: int) -> None:
-    """Remove the states within the text of a special token, which tokens of single bytes reach. They are reached by
-    the token `part_id`, the bytes that the reserved characters share."""
+    """Remove the states within a special token's text, which single-byte tokens reach. They are reached by the token
+    `part_id`, the bytes that the reserved characters share."""
     within = {targets[part_id] for targets in transitions.values() if part_id in targets}
     for state in within:
         transitions.pop(state, None)
@@ -104,8 +104,8 @@ def _coreachable(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set
 
 
 def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.int32], int]:
-    """Return each token's class and the number of classes. Two tokens share a class if the hashes of their transitions
-    are equal; with 2**18 tokens, two hashes collide once in 10**8 vocabularies."""
+    """Return each token's class and the number of classes. Two tokens share a class if their transitions' hashes are
+    equal; with 2**18 tokens, two hashes collide once in 10**8 vocabularies."""
     generator = np.random.default_rng(0)
     hashes = np.zeros(size, np.uint64)
     for tokens, reached in columns:
@@ -117,11 +117,11 @@ def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.i
 
 @cache
 def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
-    """Return the package's vocabulary with two more tokens: NO_CHARACTER, for both edges of a text, and the bytes that
+    """Return the package's vocabulary with two more tokens: NO_CHARACTER, for both edges of a text; and the bytes that
     the reserved characters share. Special tokens have their reserved texts.
 
     The package stops at the first alternative that matches, so a text ends in a character that no text has. An
-    expression that begins with digits takes exponential time, so a text begins with one, too. Tokens of single bytes
+    expression that begins with digits takes exponential time, so a text begins with one, too. Single-byte tokens
     can begin that character; `_coreachable` drops these states."""
     edge = chr(NO_CHARACTER).encode()
     ids: dict[bytes, list[int]] = {edge: [len(vocabulary.tokens)]}

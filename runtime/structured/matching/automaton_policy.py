@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-MOST_STEP_US = 3000.0  # longer steps hide the time of their masks on the host
-_S_PER_BYTE = 3e-9  # CPU seconds for a byte of an expression and a token of the vocabulary, before the first build
-_PRIOR_BYTES = 4096  # bytes of expressions: the weight of this estimate
+MOST_STEP_US = 3000.0  # longer steps hide the host's time for masks
+_S_PER_BYTE = 3e-9  # CPU seconds per byte of expression and token of vocabulary, before the first build
+_PRIOR_BYTES = 4096  # this estimate's weight, in bytes of expressions
 
 
 class AutomatonPolicy:
-    """Builds an automaton when its grammar returns and the host has spent the expected time of the build on masks.
+    """Builds an automaton when its grammar returns and the host has spent the expected build time on masks.
 
-    As in the ski-rental problem, host and builder together take at most about twice the time of the best choice in
-    hindsight. A grammar that does not return costs nothing."""
+    As in the ski-rental problem, host and builder together take at most about twice the time that the best choice
+    would have taken. A grammar that does not return costs nothing."""
 
     def __init__(self, step_us: float, vocab_size: int, most_s: float = 5.0) -> None:
-        """`step_us` is the time of a decode step of many rows; a build is never begun if it is expected to take over
+        """`step_us` is the time of a decode step with many rows; a build is never begun if it is expected to take over
         `most_s`."""
         self._is_on, self._most_s = step_us < MOST_STEP_US, most_s
         self._bytes, self._seconds = float(_PRIOR_BYTES), _S_PER_BYTE * vocab_size * _PRIOR_BYTES

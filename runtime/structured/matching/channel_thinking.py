@@ -1,4 +1,4 @@
-"""The budget of reasoning in channels: a matcher that counts the tokens of analysis messages.
+"""The reasoning budget in channels: a matcher that counts tokens in analysis messages.
 
 Once the budget is spent, the message ends, and no other message is an analysis.
 """
@@ -21,19 +21,19 @@ _CHANNEL = b"analysis"
 
 
 class _Place(Enum):
-    OUTSIDE = auto()  # in a header or in another message
-    NAME = auto()  # in the name of a channel
-    ANALYSIS = auto()  # in the text of an analysis message
+    OUTSIDE = auto()  # a header or another message
+    NAME = auto()  # a channel's name
+    ANALYSIS = auto()  # an analysis message's text
 
 
 class _State(NamedTuple):
     place: _Place
-    num_tokens: int = 0  # of reasoning
-    name: bytes = b""  # of the channel, or its beginning
+    num_tokens: int = 0  # reasoning tokens so far
+    name: bytes = b""  # the channel's name, or its beginning
 
 
 class ChannelThinkingMatcher(ThinkingMatcher):
-    """Allows the tokens of `inner`, or all without it, but no more tokens of reasoning than the budget."""
+    """Allows the tokens of `inner`, or all without it, but no more reasoning tokens than the budget."""
 
     def __init__(self, budget: ThinkingBudget, vocabulary: Vocabulary, inner: Matcher | None) -> None:
         super().__init__(budget, vocabulary, inner)
@@ -97,7 +97,7 @@ class ChannelThinkingMatcher(ThinkingMatcher):
 
 @cache
 def _beginning(vocabulary: Vocabulary) -> NDArray[np.int32]:
-    """Return the mask of the tokens that begin as the name of the channel does."""
+    """Return the mask of the tokens that begin as the channel's name does."""
     begins = np.zeros(vocabulary.num_words * 32, np.bool_)
     begins[: len(vocabulary.tokens)] = [token[:1] == _CHANNEL[:1] for token in vocabulary.tokens]
     return np.packbits(begins, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""Makes matchers: of the lazy engine at once, of the eager engine once its automaton has paid and is small."""
+"""Makes matchers: lazy ones at once, eager ones once their automaton has paid and is small."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from runtime.structured.pattern import GrammarError
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = 4 << 30  # bytes of address space of a build
-_PROTOTYPE_BYTES, _BYTES_PER_BYTE = 256 << 10, 8  # of a matcher: fixed, and for each byte of its grammar
+_MEMORY = 4 << 30  # bytes of a build's address space
+_PROTOTYPE_BYTES, _BYTES_PER_BYTE = 256 << 10, 8  # a matcher's size: fixed, and for each byte of its grammar
 
 
 @dataclass(slots=True)
 class _Entry:
     prototype: LazyMatcher
     prototype_bytes: int  # estimate
-    host_s: float = 0.0  # time of the host on masks
-    is_tried: bool = False  # the build of an automaton has begun
+    host_s: float = 0.0  # seconds that the host spent on masks
+    is_tried: bool = False  # an automaton's build has begun
     automaton: Automaton | None = None
 
     @property
@@ -78,7 +78,7 @@ class MatcherFactory:
             return grammar is None or ((entry := self._entries.get(grammar.key)) is not None and entry.is_ready)
 
     def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None = None, alone: bool = False) -> Matcher:
-        """Return a matcher at the beginning of an output that has a grammar, a budget of reasoning, or both.
+        """Return a matcher at the beginning of an output that has a grammar, a reasoning budget, or both.
 
         A ready grammar takes 10 us, another one 1 to some 30 ms. With `alone`, no other output shares its lexer. Raises
         CallboardError if the grammar is too complex."""
@@ -120,7 +120,7 @@ class MatcherFactory:
         return self._lazy.fill(matchers, masks, numbers)
 
     def spent(self, grammar: Grammar, seconds: float) -> None:
-        """Note the time of the host on the masks of an output that has ended."""
+        """Note the time that the host spent on masks of an output that has ended."""
         with self._lock:
             if (entry := self._entries.get(grammar.key)) is not None:
                 entry.host_s += seconds

@@ -1,7 +1,7 @@
-"""The lazy engine: llguidance, which computes the states of a grammar on the host as an output reaches them.
+"""The lazy engine: llguidance, which computes a grammar's states on the host as an output reaches them.
 
 A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel, not a clock,
-bounds the cost of a mask, so every machine has the same limit: some 15 ms in hostile grammars.
+bounds a mask's cost, so every machine has the same limit: some 15 ms in hostile grammars.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-_MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all share
+_MAX_COPIES = 1000  # copies of a matcher; each adds to the lexer states that all share
 
 # Slices of the vocabulary; most tokens are texts within strings. A mask takes a slice at once where all of it is
 # allowed. These are llguidance's default slices without reserved characters and ends of lines.
 _NOT_IN_STRING = r"\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFC0}-\x{10FFFF}"
 _SPACES, _IN_STRING = r"[\x20\x0A\x0D\x09]+", f"[^{_NOT_IN_STRING}]"
 _SLICES = [_SPACES, _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
-# Free text without the marks of channels has all tokens without "<".
+# Free text without channel marks has all tokens without "<".
 _SLICES_OF_CHANNELS = [
     _SPACES,
     *(f"[^<{_NOT_IN_STRING}]{times}" for times in ("{1,10}", "{1,30}", "+")),

@@ -13,7 +13,7 @@ from runtime.base.types import CallboardError
 
 
 class Matcher(ABC):
-    """The position of one output in its grammar. One thread at a time uses it, and none after a CallboardError.
+    """One output's position in its grammar. One thread at a time uses it, and none after a CallboardError.
 
     EOS is a token like any other: it is allowed where the output may end, and only EOS may follow it. A grammar may
     also have one of the EOS tokens as its own last token."""

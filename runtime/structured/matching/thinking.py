@@ -1,4 +1,4 @@
-"""The budget of an output's reasoning: a matcher around that of its grammar.
+"""An output's reasoning budget: a matcher around the grammar's matcher.
 
 Once the budget is spent, only the mark that ends reasoning may follow.
 """
@@ -26,12 +26,12 @@ class _Phase(Enum):
 
 class _State(NamedTuple):
     phase: _Phase
-    num_tokens: int = 0  # of reasoning; in the phase CLOSING, of the mark
-    text: bytes = b""  # the end of the output, which may begin a mark
+    num_tokens: int = 0  # reasoning tokens; tokens of the mark in the phase CLOSING
+    text: bytes = b""  # the output's end, which may begin a mark
 
 
 class ThinkingMatcher(Matcher):
-    """Allows the tokens of `inner`, or all without it, but no more tokens of reasoning than the budget.
+    """Allows the tokens of `inner`, or all without it, but no more reasoning tokens than the budget.
 
     Tokens between the two marks count. If `inner` requires the rest of a character's bytes, these come before the
     mark."""

@@ -1,8 +1,8 @@
 """Finds terminals that llguidance's lexer could cut wrongly.
 
-The lexer takes the longest terminal. Terminal `b` is ambiguous beside terminal `a` if it can continue a text of `a`
+The lexer takes the longest terminal. Terminal `b` is ambiguous next to terminal `a` if it can continue a text of `a`
 with a byte that may also follow `a` in the grammar. The lexer then never ends `a` there. FIRST and FOLLOW sets of
-terminals decide this, as in the construction of LL(1) parsers. Sets of bytes and of terminals are bit masks. The
+terminals decide this, as for LL(1) parsers. Sets of bytes and terminals are bit masks. The
 analysis errs on the safe side: it assumes that any two terminals may be possible at the same point.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from runtime.structured.pattern import Alternation, CharacterClass, Concatenation, Pattern, Ranges, Repetition
 from runtime.structured.rules import Choice, Name, Repeat, Rule, Sequence, Terminal
 
-_MAX_STEPS = 100_000  # of one comparison; a longer one counts as a conflict
+_MAX_STEPS = 100_000  # steps in one comparison; a longer one counts as a conflict
 _ALL_BYTES = (1 << 256) - 1
 
 
@@ -138,7 +138,7 @@ class _Automaton:
         self.bytes: list[int] = []  # the first bytes of each state's characters
         self.after: list[set[int]] = []
         _, self.first, self.last = self._add(pattern)
-        self.has_long_texts = any(self.after)  # of two characters or more
+        self.has_long_texts = any(self.after)  # texts with two characters or more
         self.first_bytes = 0
         for state in self.first:
             self.first_bytes |= self.bytes[state]

@@ -38,8 +38,8 @@ from runtime.structured.rules import (
     terminal,
 )
 
-_MAX_REGION = 2_000  # states of one terminal; a larger rule stays a rule
-_MAX_REWRITTEN = 100  # states of a pattern that is rewritten without the empty text
+_MAX_REGION = 2_000  # states in one terminal; a larger rule stays a rule
+_MAX_REWRITTEN = 100  # states in a pattern that is rewritten without the empty text
 
 
 def rules_of(grammar: Mapping[str, Pattern], start: str, prefix: str = "") -> dict[str, Rule]:
@@ -154,7 +154,7 @@ class _Writer:
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.patterns: dict[Terminal, Pattern] = {}
-        self._names = names  # of the rules that references lead to
+        self._names = names  # names of rules that references lead to
 
     def rule(self, pattern: Pattern) -> Rule:
         """Write a pattern; each largest part without references becomes one terminal."""

@@ -32,7 +32,7 @@ _FORMS = re.compile(
     rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
     r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
 )
-_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # of an error of llguidance
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # the place in an llguidance error
 _EMPTY_OPTIONS = re.compile(r"\s*%llguidance\s*\{\s*\}")  # guidance writes it before each grammar
 _ATTRIBUTES = re.compile(rf"(?m)(?<=\w)\[((?:{STRING}|[^\]\"\n])+)\](?=[ \t]*:)")
 _ATTRIBUTE = re.compile(rf"\s*(\w+)((?:{STRING}|[^,\"])*)(?:,|$)")
@@ -105,9 +105,9 @@ def _limit(attributes: re.Match[str]) -> str:
 
 
 def in_json_string(text: str) -> str:
-    """Return the grammar of the same texts between the quotes of a JSON string. Raises GrammarError.
+    """Return a grammar for the same texts between a JSON string's quotes. Raises GrammarError.
 
-    `text` comes from `read_lark`. Each string, expression and imported terminal becomes the expression of its escaped
+    `text` comes from `read_lark`. Each string, expression and imported terminal becomes an expression for its escaped
     form. Rules stay as they are: they only concatenate, alternate and repeat terminals."""
     written, end = [], 0
     for at, after, new in _replaced(text, tokens_of(text, _FORMS)):
@@ -117,7 +117,7 @@ def in_json_string(text: str) -> str:
 
 
 def _replaced(text: str, tokens: list[Token]) -> Iterator[tuple[int, int, str]]:
-    """Yield what changes for `in_json_string`: the begin and the end of a part of the text, and its new text."""
+    """Yield the changes for `in_json_string`: begin and end of each changed part, and its new text."""
     i = 0
     while i < len(tokens):
         token, i = tokens[i], i + 1

@@ -47,8 +47,8 @@ def _wide(letter: str) -> Ranges:
 def _class_of(letter: str, wide: bool) -> Ranges:
     r"""Return the characters of \d, \w, \s or their opposites.
 
-    ECMA-262 and Python differ beyond ASCII. An output has characters of both classes only. A negated set excludes the
-    characters of either: `wide`."""
+    ECMA-262 and Python differ beyond ASCII. An output has characters of both classes only. A negated set excludes
+    either's characters: `wide`."""
     small = letter.lower()
     if letter == small:
         return _wide(small) if wide else _NARROW[small]
@@ -72,9 +72,9 @@ def search(source: str) -> Pattern:
 
 
 def without_lookaheads(source: str) -> tuple[str, list[Pattern], list[Pattern]]:
-    """Split an expression into the rest after the lookaheads behind its `^`, and the patterns of these lookaheads.
+    """Split an expression into the lookaheads behind its `^` and the rest after them.
 
-    Returns the rest, the patterns that a text must match beside it, and the patterns that it must not match. Raises
+    Returns the rest, the patterns that a text must also match, and the patterns that it must not match. Raises
     GrammarError."""
     must: list[Pattern] = []
     must_not: list[Pattern] = []
@@ -247,7 +247,7 @@ class _Parser:
                 self._take()
                 high = self._set_item()
                 if any(len(end) != 1 or end[0][0] != end[0][1] for end in (low, high)):
-                    pairs += [*low, *ranges_of("-"), *high]  # beside a class such as \d, a hyphen is a character
+                    pairs += [*low, *ranges_of("-"), *high]  # next to a class such as \d, a hyphen is a character
                 elif low[0][0] > high[0][1]:
                     raise self._error("has a range in brackets that is none")
                 else:

@@ -1,4 +1,4 @@
-"""Tokens of a grammar text, and errors with the place of a token."""
+"""Tokens of a grammar text, and errors that show a token's place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens_of(text: str, forms: re.Pattern[str]) -> list[Token]:
 
 
 def error_at(text: str, problem: str, at: int) -> GrammarError:
-    """Return the error of a problem at an offset of a grammar's text."""
+    """Return the error for a problem at an offset in a grammar's text."""
     line = text.count("\n", 0, at) + 1
     return GrammarError(f"{problem} at line {line}, column {at - text.rfind(chr(10), 0, at)}")
 

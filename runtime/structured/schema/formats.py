@@ -1,4 +1,4 @@
-"""The enforced formats of strings, as expressions of whole texts, and the ranges of integer formats."""
+"""The enforced string formats, as expressions for whole texts, and the ranges of integer formats."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _DATE = (
     f"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{{1,9}})?{_ZONE}"  # without leap seconds
+_TIME = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{{1,9}})?{_ZONE}"  # leap seconds are left out
 _CLOCK = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 _DAYS = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
 # At most 63 characters. Two hyphens in a row would begin an encoded label.
 _LABEL = "(?:[a-zA-Z0-9]{1,63}|[a-zA-Z0-9]{1,19}(?:-[a-zA-Z0-9]{1,10}){1,4})"
 _SHORT_LABEL = "(?:[a-zA-Z0-9]{1,62}|[a-zA-Z0-9]{1,18}(?:-[a-zA-Z0-9]{1,10}){1,4})"
-_HOSTNAME = f"{_LABEL}(?:\\.{_SHORT_LABEL}){{0,3}}"  # four labels fit the 253 characters of a name
+_HOSTNAME = f"{_LABEL}(?:\\.{_SHORT_LABEL}){{0,3}}"  # four labels fit a name's 253 characters
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 # At most 64 characters in all.
 _LOCAL = (
@@ -36,7 +36,7 @@ _PATH = f"(?:/{_URI_CHAR}*)*"
 _AUTHORITY = f"//{_HOSTNAME}(?::[0-9]{{1,5}})?{_PATH}"
 _QUERY = f"(?:\\?(?:{_URI_CHAR}|[/?])*)?(?:#(?:{_URI_CHAR}|[/?])*)?"
 _URI = f"(?:[fF][iI][lL][eE]:///{_URI_CHAR}*{_PATH}|[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}:(?:{_AUTHORITY}|/?{_URI_CHAR}+{_PATH})){_QUERY}"
-_SEGMENT = "(?:[a-zA-Z0-9._~!$&'()*+,;=@-]|%[0-9a-fA-F]{2})"  # without a colon: it would end a scheme
+_SEGMENT = "(?:[a-zA-Z0-9._~!$&'()*+,;=@-]|%[0-9a-fA-F]{2})"  # no colon, which would end a scheme
 _RELATIVE = f"(?:{_AUTHORITY}|{_SEGMENT}+{_PATH}|/(?:{_URI_CHAR}+{_PATH})?)?{_QUERY}"
 _EMAIL = f"{_LOCAL}@{_HOSTNAME}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
@@ -72,7 +72,7 @@ FORMATS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,3}})(?:#|{_POINTER})",
     "regex": f"\\^?(?:{_REGEX_PART}|{_REGEX_GROUP})*\\$?",
 }
-# Formats of integers. Every other name of a format asserts nothing.
+# Integer formats. Every other format name asserts nothing.
 RANGES = {
     "int32": (-(2**31), 2**31 - 1),
     "uint32": (0, 2**32 - 1),

@@ -17,8 +17,8 @@ from runtime.structured.pattern import GrammarError, shown
 
 MAX_BYTES = 262_144
 MAX_DEPTH = 64  # brackets within brackets
-MAX_PROPERTIES = 1_000  # in all
-MAX_ENUM_BYTES = 65_536  # of one enum
+MAX_PROPERTIES = 1_000  # properties of all objects
+MAX_ENUM_BYTES = 65_536  # size of one enum
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 ABOUT = {
@@ -37,7 +37,7 @@ REWRITTEN = (
 )
 NORMAL_KEYWORDS = frozenset(("type", "enum", "anyOf")).union(*ABOUT.values())
 KEYWORDS = NORMAL_KEYWORDS.union(REWRITTEN)
-# They assert something that is not enforced; the last three are of draft 3.
+# They assert something that is not enforced; the last three come from draft 3.
 REFUSED = (
     *("not", "if", "contains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),
     *("extends", "disallow", "divisibleBy"),
@@ -75,7 +75,7 @@ def _map_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _are_schemas, _are_texts, _are_types = _list_of(is_schema), _list_of(_is_text), _list_of(TYPES.__contains__)
-# Keywords, the name of their shape in a message, and its check.
+# Keywords, their shape's name in a message, and its check.
 _SHAPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("minimum maximum multipleOf", "a number", _is_finite),
     ("exclusiveMinimum exclusiveMaximum", "a number", lambda v: isinstance(v, bool) or _is_finite(v)),  # draft 4: bool
@@ -121,12 +121,12 @@ def _no_number(name: str) -> Any:
 
 
 def at(where: str, problem: str) -> GrammarError:
-    """Return the error of a problem at a path of the schema."""
+    """Return the error for a problem at a path in the schema."""
     return GrammarError(f"at {where[:100]} {problem}")
 
 
 def check(schema: Any, where: str) -> list[str]:
-    """Return the keywords of a schema that cannot be enforced. Raises GrammarError for a value of a wrong shape."""
+    """Return a schema's keywords that cannot be enforced. Raises GrammarError for a value with a wrong shape."""
     if not isinstance(schema, dict):
         raise at(where, f"has {shown(schema)} where a schema should be")
     for keyword, value in schema.items():

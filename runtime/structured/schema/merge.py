@@ -12,7 +12,7 @@ from runtime.structured.rules import Terminal
 from runtime.structured.schema.formats import FORMATS
 from runtime.structured.schema.keywords import Schema, at, key_of
 
-_MAX_OPTIONS = 500  # of one anyOf, after allOf has multiplied it
+_MAX_OPTIONS = 500  # options in one anyOf, after allOf has multiplied it
 
 
 class NormalSchema(dict[str, Any]):
@@ -30,7 +30,7 @@ class TerminalChecks(Protocol):
 
 
 class Normalizer(Protocol):
-    """The operations of SchemaNormalizer (normalize.py) that other files of this folder use."""
+    """SchemaNormalizer's operations (normalize.py) that other files in this folder use."""
 
     checks: TerminalChecks
 
@@ -59,7 +59,7 @@ def without_key(schema: NormalSchema, keyword: str) -> NormalSchema:
 
 
 def merged(a: NormalSchema | None, b: NormalSchema | None, where: str) -> NormalSchema | None:
-    """Return the normal schema of the values that fit both; None if one of them fits nothing. Raises GrammarError."""
+    """Return the normal schema for values that fit both; None if one fits nothing. Raises GrammarError."""
     if not a or not b:
         return b if a == {} else a if b == {} else None
     result = NormalSchema(a | b)

@@ -65,7 +65,7 @@ class SchemaNormalizer:
         return self._with_unevaluated(schema, result, where)
 
     def options(self, schema: NormalSchema, where: str) -> list[NormalSchema]:
-        """Return the options of its `anyOf`, each with every other keyword of it."""
+        """Return the options of its `anyOf`, each with all other keywords."""
         rest = without_key(schema, "anyOf")
         options = (self.normalize(option, f"{where}/anyOf/{i}") for i, option in enumerate(schema["anyOf"]))
         return [found for o in options if (found := merged(rest, o, where)) is not None]
@@ -98,7 +98,7 @@ class SchemaNormalizer:
         return own
 
     def _with_unevaluated(self, schema: Schema, result: NormalSchema | None, where: str) -> NormalSchema | None:
-        """Add `unevaluatedProperties` and `unevaluatedItems`, which see the properties of everything beside them."""
+        """Add `unevaluatedProperties` and `unevaluatedItems`, which see the properties of all keywords next to them."""
         for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema and schema[keyword] is not True and result is not None and plain not in result:
                 if "anyOf" in result:

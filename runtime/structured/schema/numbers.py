@@ -18,12 +18,12 @@ from runtime.structured.schema.keywords import at
 
 _MOST_DIGITS = 19
 _MOST_BOUND = Decimal(10) ** 17  # the largest number that is written without an exponent
-_MOST_LISTED = 1000  # multiples within bounds, or endings of multiples, in one expression
+_MOST_LISTED = 1000  # multiples within bounds, or their endings, in one expression
 _MOST_DIVISOR = 10_000  # llguidance needs a state for each remainder
 _MOST_MULTIPLE = 10**15 - 1
 _EXACT_DIGITS = 15  # a decimal of 15 digits survives a double
 INTEGER = "(?:0|\\x{2d}?[1-9][0-9]{0,18})"
-# One digit stands before the point of a number with an exponent. Every number is finite as a double.
+# A number with an exponent has one digit before its point. Every number is finite as a double.
 NUMBER = (
     "\\x{2d}?(?:(?:0|[1-9][0-9]{0,15})(?:\\x{2e}[0-9]{1,17})?"
     "|[0-9](?:\\x{2e}[0-9]{1,17})?[eE][\\x{2b}\\x{2d}]?(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7]))"
@@ -98,9 +98,9 @@ def _point(low: str, high: str | None, low_open: bool, high_open: bool, room: in
 def _digits(
     low: str | None, high: str | None, low_open: bool, high_open: bool, room: int, least: int = 1
 ) -> str | None:
-    """Return the expression of `least` to `room` digits within bounds; None if there are none.
+    """Return an expression for `least` to `room` digits within bounds; None if there are none.
 
-    A bound is the digits that are left of it, with zeros after them; None once the digits before have decided it."""
+    A bound holds its remaining digits, followed by zeros; None once earlier digits have decided it."""
     if room == 0 or (high == "" and high_open):
         return None
     if low is None and high is None:
@@ -144,12 +144,12 @@ def _any_of(options: list[str]) -> str | None:
 
 
 def rule(schema: dict[str, Any], where: str) -> Rule:
-    """Return the rule of the numbers of a normal schema of type number or integer. Raises GrammarError."""
+    """Return the rule for numbers of a normal schema with type number or integer. Raises GrammarError."""
     low, high, low_open, high_open = _ends(schema, where)
     is_free, of = low is None and high is None, schema.get("multipleOf")
     if of is not None and of <= 0:
         raise at(where, f"has 'multipleOf' as {shown(of)}; it should be above 0")
-    if schema["type"] == "integer":  # an integer is a multiple of a fraction if it is a multiple of its numerator
+    if schema["type"] == "integer":  # an integer is a multiple of a fraction if its numerator divides it
         of = Fraction(1 if of is None else of).numerator
     if of is None:
         found = NUMBER if is_free else decimals(low, high, low_open, high_open)
@@ -181,7 +181,7 @@ def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal |
     if (bound := schema.get("exclusiveMaximum")) is not None and (high is None or bound <= high):
         high, high_open = bound, True
     most = Decimal(10) ** _MOST_DIGITS if schema["type"] == "integer" else _MOST_BOUND
-    if low is not None and low < -most:  # below every number that is written
+    if low is not None and low < -most:  # lower than every number that is written
         low, low_open = -most, False
     if high is not None and high > most:
         high, high_open = most, False
@@ -192,7 +192,7 @@ def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal |
 
 
 def _whole_multiples(of: int, least: int | None, most: int | None) -> Rule | None:
-    """Return the rule of the multiples of `of` within bounds; None if `of` is not supported."""
+    """Return the rule for multiples of `of` within bounds; None if `of` is not supported."""
     ranged = INTEGER if least is None and most is None else integers(least, most)
     if ranged is None:
         return NEVER
@@ -213,7 +213,7 @@ def _whole_multiples(of: int, least: int | None, most: int | None) -> Rule | Non
 
 
 def _endings(unit: int, places: int) -> str | None:
-    """Return the expression of the multiples of `unit` * 10**-places by their last digits; None if these are many."""
+    """Return an expression for multiples of `unit` * 10**-places by their last digits; None if these are many."""
     tail = next((n for n in range(1, 7) if 10**n % unit == 0 and 10**n // unit <= _MOST_LISTED), None)
     if tail is None or places > 9:
         return None

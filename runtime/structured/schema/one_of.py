@@ -16,7 +16,7 @@ from runtime.structured.schema.merge import Normalizer, NormalSchema, merged, wi
 from runtime.structured.schema.values import admits
 
 _MAX_OPTIONS = 128
-_MAX_DEPTH = 4  # of properties and options, up to which schemas are compared
+_MAX_DEPTH = 4  # nested properties and options, up to which schemas are compared
 
 
 def any_of_one_of(normalizer: Normalizer, options: list[Any], beside: NormalSchema, where: str) -> NormalSchema:

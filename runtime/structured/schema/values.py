@@ -88,12 +88,12 @@ def _object_fits(normalizer: Normalizer, schema: NormalSchema, members: Schema, 
         return False
     for name, value in members.items():
         listed = schema.get("properties", {})
-        of_name = [listed[name]] if name in listed else []
-        for pattern, of_pattern in schema.get("patternProperties", {}).items():
+        matching = [listed[name]] if name in listed else []
+        for pattern, pattern_schema in schema.get("patternProperties", {}).items():
             if normalizer.checks.matches(quoted(search(pattern)), name):
-                of_name.append(of_pattern)
-        of_name = of_name or [schema.get("additionalProperties", True)]
-        if not all(admits(normalizer, each, value, where) for each in of_name):
+                matching.append(pattern_schema)
+        matching = matching or [schema.get("additionalProperties", True)]
+        if not all(admits(normalizer, each, value, where) for each in matching):
             return False
         if not admits(normalizer, schema.get("propertyNames", True), name, where):
             return False

@@ -6,10 +6,10 @@ rule. Every output is valid. These freedoms of JSON are left out:
     - properties come in the order of the schema, then `required` names that it does not list, then free names
     - an object with `properties`, even empty, or `patternProperties` has only these names, unless
       `additionalProperties` allows others
-    - a schema without `type` is of the one type that all its keywords are about, if there is one
+    - a schema without `type` has the one type that all its keywords are about, if there is one
     - white space is at most one space after each "," and ":"; a grammar allows some at its end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
-    - with `uniqueItems`, the values of an enum above six come in its order
+    - with `uniqueItems`, an enum of more than six values keeps its order
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class _Writer:
     def __init__(self, normalizer: SchemaNormalizer, prefix: str) -> None:
         self._normalizer, self._checks, self._prefix = normalizer, normalizer.checks, prefix
         self._rules: dict[str, Rule] = {}
-        self._names: dict[str, str] = {}  # of rules, by their schema
-        self._todo: list[tuple[str, Any, str]] = []  # names, schemas and paths of rules to write
+        self._names: dict[str, str] = {}  # rule names, by their schema
+        self._todo: list[tuple[str, Any, str]] = []  # name, schema and path of each rule to write
 
     def write(self, schema: Any) -> dict[str, Rule]:
         self._rules[f"{self._prefix}start"] = self._rule(schema, "#")
@@ -224,11 +224,11 @@ class _Writer:
         listed = list(dict.fromkeys([*given, *(names or ()), *required]))
         members: list[tuple[Rule, bool]] = []
         for name in listed:
-            of_patterns = [value for p, value in patterns.items() if self._checks.matches(keys[p], name)]
-            value = given[name] if name in given else bool(of_patterns) or free
+            pattern_values = [value for p, value in patterns.items() if self._checks.matches(keys[p], name)]
+            value = given[name] if name in given else bool(pattern_values) or free
             if not is_any and not admits(self._normalizer, schema["propertyNames"], name, where):
                 value = False
-            value = self._rule(reduce(all_of, of_patterns, value), f"{where}/properties/{name}")
+            value = self._rule(reduce(all_of, pattern_values, value), f"{where}/properties/{name}")
             members.append((tokens(terminal(literal_string(name)), _COLON, value), name in required))
         # An option that only excludes names, as `oneOf` makes them, lists none.
         excludes = bool(given) and all(value is False for value in given.values())
@@ -274,7 +274,7 @@ class _Writer:
         """Return the rule of `least` to `most` members with commas between: `members` in their order, then `others`.
 
         Each of `members` comes with whether it is required. A run of required members is one step, and so is each
-        optional member. The rules after a step differ by the number of members before it, up to `cap`."""
+        optional member. The rules after a step differ by the members before it, up to `cap`."""
         most = None if most is None or (others == NEVER and most >= len(members)) else most
         cap = max(1, least, most or 0)  # numbers of members from here on are alike
         if cap > MAX_RULES:
@@ -356,7 +356,7 @@ def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
 
 
 def _value(value: Any) -> Rule:
-    """Return the rule of one JSON value, with the white space of any value."""
+    """Return the rule of one JSON value, with any value's white space."""
     match value:
         case list():
             return tokens(terminal("\\x{5b}"), *_separated(map(_value, value)), terminal("\\x{5d}"))

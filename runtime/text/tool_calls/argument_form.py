@@ -22,9 +22,9 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     end: str
     separator: str = ""
     stops: tuple[str, ...] = ()  # marks that an unquoted text may not contain; empty if texts are JSON
-    quote: str = ""  # before and after such a text
+    quote: str = ""  # written before and after such a text
     to_text: str = ""  # instead of `to_value` before a text; empty if it is the same
-    is_sorted: bool = False  # by name, as the template shows the parameters; otherwise in the order of the schema
+    is_sorted: bool = False  # sorted by name, as the template shows parameters; otherwise in the schema's order
 
 
 def can_write(form: ArgumentForm, parameters: Any) -> bool:
@@ -58,7 +58,7 @@ def _can_be_argument(form: ArgumentForm, parameters: Mapping[str, Any], name: st
 
 
 def can_stand_bare(form: ArgumentForm, schema: Mapping[str, Any]) -> bool:
-    """True if each text of a schema can be written without escapes, up to the end of its tag or quote."""
+    """True if a schema's texts can all be written without escapes, up to where their tag or quote ends."""
     if not schema.keys() <= _OF_TEXTS | SAYS_NOTHING or {"enum", "const"} <= schema.keys():
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])

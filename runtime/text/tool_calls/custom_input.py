@@ -1,4 +1,4 @@
-"""Calls of custom tools, with a text as argument. Models write them as calls of a function with one string, `input`."""
+"""Calls of custom tools, with a text as argument. Models write them as function calls with one string, `input`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _HEAD, _HEAD_CHARS = re.compile(r'\s*\{\s*"input"\s*:\s*"'), '{"input":"'
 _MAX_HEAD_CHARS = 256
 _HALF, _OTHER_HALF = r"\\u[dD][89abAB][\da-fA-F]{2}", r"\\u[dD][c-fC-F][\da-fA-F]{2}"
 _PIECE = re.compile(rf'[^"\\]+|{_HALF}{_OTHER_HALF}|\\u(?![dD][89abAB])[\da-fA-F]{{4}}|\\[^u]', re.DOTALL)
-_LONGEST_ESCAPE, _ESCAPE = 12, 6  # characters: of a pair, and of each half
+_LONGEST_ESCAPE, _ESCAPE = 12, 6  # characters in a pair, and in each half
 
 
 class CustomInputs:
-    """Turns the pieces of such calls into pieces of their text."""
+    """Turns the pieces of such calls into pieces of text."""
 
     def __init__(self, names: Collection[str]) -> None:
         """`names` are the custom tools; other calls pass unchanged."""
         self._names = names
-        self._text: _InputText | None = None  # of the current call; None if it is not custom
+        self._text: _InputText | None = None  # the current call's text; None if it is not custom
 
     def push(self, calls: list[CallDelta]) -> list[CallDelta]:
         given: list[CallDelta] = []
@@ -69,7 +69,7 @@ class _InputText:
             if piece := _PIECE.match(text, at):
                 end = piece.end()
             elif len(text) - at < _LONGEST_ESCAPE:
-                break  # the rest of an escape has not arrived
+                break  # an escape's rest has not arrived
             else:
                 end = at + _ESCAPE  # half a character, or no escape
             given.append(_unescaped(text[at:end]))

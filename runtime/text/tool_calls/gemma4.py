@@ -72,18 +72,18 @@ class Gemma4Parser(PlainArgumentsParser):
 def _tokens(text: str) -> list[tuple[str, str]]:
     """The texts, marks and words of a value, each with its kind."""
     tokens = []
-    for quoted, of_json, mark, word, other in _TOKEN.findall(text):
+    for quoted, json_string, mark, word, other in _TOKEN.findall(text):
         if mark:
             tokens.append(("mark", mark))
         elif word or other:
             tokens.append(("word", (word or other).strip()))
         else:
-            tokens.append(("json", of_json or f'"{json_text(quoted)}"'))
+            tokens.append(("json", json_string or f'"{json_text(quoted)}"'))
     return [token for token in tokens if token[1]]
 
 
 class _ValueEnd:
-    """Searches the end of a value in a text that grows: a comma or a bracket of its surroundings."""
+    """Searches a value's end in a text that grows: a comma or a bracket that does not belong to it."""
 
     def __init__(self) -> None:
         self._at, self._depth, self._quote = 0, 0, ""  # the place reached, open brackets, the quote of an open text
@@ -122,8 +122,8 @@ def _json_of(tokens: list[tuple[str, str]], at: int, depth: int = 0) -> tuple[st
             continue
         key = ""
         if token == "{":
-            of_key = tokens[at]
-            key = (of_key[1] if of_key[0] == "json" else f'"{json_text(of_key[1])}"') + ": "
+            key_token = tokens[at]
+            key = (key_token[1] if key_token[0] == "json" else f'"{json_text(key_token[1])}"') + ": "
             at += 2
         value, at = _json_of(tokens, at, depth + 1)
         parts.append(key + value)

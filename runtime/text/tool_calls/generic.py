@@ -1,7 +1,7 @@
-"""Tool calls for chat templates without a format of their own: the tools, the calls and their results are plain text.
+"""Tool calls for chat templates without their own format: the tools, the calls and their results are plain text.
 
-The calls have the format of Hermes. It is the most frequent in training data: Qwen's templates and data sets of
-function calls use it. The tools stand first, so all turns share their blocks of the prefix cache.
+The calls have Hermes's format. It is the most frequent in training data: Qwen's templates and function-call data sets
+use it. The tools stand first, so all turns share their prefix-cache blocks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def with_tools_as_text(
 ) -> list[Mapping[str, Any]]:
     """Rewrite a conversation for a template without tools and calls.
 
-    The tools go to the head of the system message or, without that role, of the first user message. Results of calls
-    become text of the user, in one turn with the user's own text beside them."""
+    The tools go to the head of the system message or, without that role, the first user message. Call results
+    become user text, in one turn with the user's own adjacent text."""
     turns: list[tuple[Mapping[str, Any], list[str | list[Any]]]] = []  # a message, and all contents of its turn
     was_result = False
     for message in messages:
@@ -81,7 +81,7 @@ def with_written_calls(
 ) -> list[Mapping[str, Any]]:
     """Rewrite a conversation for a template that writes no calls: a call becomes text of its message.
 
-    `roles` are the names of roles in the template. A result has one of them."""
+    `roles` are the role names in the template. A result has one of them."""
     role = next((role for role in ("tool", "observation", "environment") if role in roles), "tool")
     rewritten: list[Mapping[str, Any]] = []
     for message in messages:

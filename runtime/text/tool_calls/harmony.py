@@ -16,11 +16,11 @@ from typing import ClassVar
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, SPECIAL, ToolCallParser, ToolFormat
 
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
-END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # of a message
+END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # each ends a message
 CHANNEL_MARKS = (*END_MARKS, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
 _NOT_PLAIN = re.compile(r"[^\w-]")
-_RECIPIENT = re.compile(r"to=(?:functions\.([^\s<\U0010ffff]+)|([\w-]+)(?![\w.-]))?")  # at times without "functions."
+_RECIPIENT = re.compile(r"to=(?:functions\.([^\s<\U0010ffff]+)|([\w-]+)(?![\w.-]))?")  # "functions." may be missing
 
 
 class _Marks:
@@ -35,12 +35,12 @@ class _Marks:
 
 
 class HarmonyParser(ToolCallParser):
-    """Reads the messages of one turn. The state outside of calls is inside a header."""
+    """Reads one turn's messages. The state outside calls is inside a header."""
 
     marks: ClassVar = _Marks("")
     is_open = True  # while more of the text may be reasoning
-    num_reasoning_chars = 0  # of the text so far, headers included
-    needs_header = False  # a text without a header is the beginning of one, not content
+    num_reasoning_chars = 0  # length of the reasoning so far, headers included
+    needs_header = False  # a text without a header begins one; it is not content
     _has_message = False
     _is_content = True  # the message is for the user
     _reasoning = ""

@@ -1,4 +1,4 @@
-"""Calls as JSON objects in a list, or after a mark of their own.
+"""Calls as JSON objects in a list, or after their own mark.
 
     GRANITE     <|tool_call|>[{"name": "f", "arguments": {…}}, …]           Granite 3
     PHI4        <|tool_call|>[…]<|/tool_call|>                              Phi-4-mini

@@ -20,7 +20,7 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*(?:"([a-z_]*)([^a-z_])|[^"\s])')
 _KEYS = {"name", "type", "id", "arguments", "parameters", "tool_name", "tool_call_id"}
-_MAX_HALF_CHARS = 64 << 10  # of an object for Python's own parser
+_MAX_HALF_CHARS = 64 << 10  # largest object for Python's own parser
 _NONE = {"null", '""', "[]", "false", "0"}  # written by some models for empty arguments
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SPACES, _SPACES_AND_BRACKET = re.compile(r"\s*"), re.compile(r"\s*(?:\[\s*)?")
@@ -117,13 +117,13 @@ class JsonObjectParser(ToolCallParser):
         return self._after_calls(final)
 
     def _whole(self, text: str) -> tuple[str, str] | None:
-        """Return name and arguments of a call with another order of keys; None if the object is not a call."""
+        """Return name and arguments of a call with keys in another order; None if the object is not a call."""
         try:
             call = {key: bytes(value).decode() for key, value in _decoder.decode(text).items()}
         except (ValueError, RecursionError):
-            if (of_half := _with_half_characters(text)) is None:
+            if (whole_call := _with_half_characters(text)) is None:
                 return None
-            call = of_half
+            call = whole_call
         name = json.loads(call.get("name", call.get("tool_name", "null")))
         if not self._may_call(name):
             return None

@@ -17,14 +17,14 @@ def name_up_to(ends: str) -> str:
 class NameFirstParser(ToolCallParser):
     """Arguments in JSON. A format is defined by regular expressions and marks."""
 
-    head: ClassVar[re.Pattern[str]]  # from the mark to the arguments; the group is the name
-    ends: ClassVar[tuple[str, ...]] = ()  # of a call, in this order; each is optional
+    head: ClassVar[re.Pattern[str]]  # the text from the mark to the arguments; the group is the name
+    ends: ClassVar[tuple[str, ...]] = ()  # end marks in this order; each is optional
     next_call: ClassVar[str] = ""  # begins `head` if the mark is not repeated
     close: ClassVar[str] = ""  # after the last call
     # Matches a text that may become `head`, where a call may begin without a mark; None if it always has one.
     head_so_far: ClassVar[re.Pattern[str] | None] = None
     _num_ends = 0  # ends searched after this call
-    _name = ""  # of this call's function
+    _name = ""  # this call's function
 
     def _begin(self, name: str) -> None:
         self._name = name
@@ -70,7 +70,7 @@ class PlainArgumentsParser(NameFirstParser):
     """Arguments that are written one by one and returned as a JSON object. A format parses its keys and values."""
 
     _before_key = "{"
-    _types: frozenset[str] = frozenset()  # of this argument; empty if unknown
+    _types: frozenset[str] = frozenset()  # this argument's types; empty if unknown
 
     def _begun_arguments(self, final: bool) -> bool:
         self._before_key = "{"

@@ -1,8 +1,8 @@
 """Tool calls in a model's text, parsed while it is generated, and returned in pieces for a stream.
 
 A call is certain when its name and the text up to its arguments are complete. From then on the arguments are returned
-as they are generated, valid or not, because sent text cannot be withdrawn. Any other text after a mark, and a call of
-an unknown function, is ordinary text. White space around a call belongs to its markup, up to 1,024 characters on each
+as they are generated, valid or not, because sent text cannot be withdrawn. Any other text after a mark, and a call
+to an unknown function, is ordinary text. White space around a call is markup, up to 1,024 characters on each
 side of a mark.
 """
 
@@ -17,37 +17,37 @@ from typing import Any, ClassVar
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.written_values import json_text
 
-MAX_HEAD_CHARS = 1024  # from a call's mark to its arguments: bounds the text that is matched again with each piece
+MAX_HEAD_CHARS = 1024  # text between a call's mark and its arguments; bounds the text that each piece matches again
 _PLAIN_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 SPECIAL = "\U0010ffff"  # precedes the text of a special token in some streams; no other text has it
-MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searched again with each piece
+MAX_SPACES = 1024  # white space before a mark: bounds the text that is searched again with each piece
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The calls of a family of models: the marks for its parser, and the parts of a call for its grammar."""
+    """A model family's calls: the marks for its parser, and a call's parts for its grammar."""
 
     parser: type[ToolCallParser]
     mark: str  # precedes a call, anywhere in the text
-    marks: tuple[str, ...]  # all marks that may be special tokens of a vocabulary
-    # A regular expression of calls without a mark at the start of the text; %s is replaced by the functions' names.
+    marks: tuple[str, ...]  # all marks that may be special tokens
+    # Matches calls without a mark at the text's start; %s is replaced by the functions' names.
     # Empty if all calls have a mark.
     bare: str = ""
     # The text around names and arguments:
-    begin: str = ""  # of the first call, up to its name
+    begin: str = ""  # opens the first call, up to its name
     to_arguments: str = ""
     end: str = ""
-    again: str = ""  # between the end of a call and the name of the next; empty if there is only one call
+    again: str = ""  # text between a call's end and the next name; empty if there is only one call
     close: str = ""  # after the last call
     arguments: ArgumentForm | None = None  # the form of arguments; None for one JSON object
-    separator: str = ""  # between several objects after one mark
-    json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
+    separator: str = ""  # separates several objects after one mark
+    json_form: ToolFormat | None = None  # format for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
-    has_named_ids: bool = False  # its template writes the id of a call as the call's name: functions.NAME:NUMBER
-    token_hex: Callable[[int], str] = secrets.token_hex  # makes ids of calls
+    has_named_ids: bool = False  # its template writes a call's id as its name: functions.NAME:NUMBER
+    token_hex: Callable[[int], str] = secrets.token_hex  # makes call ids
     has_metadata: bool = False  # its template writes a call as a message with the function's name as `metadata`
     ends_reasoning: bool = False  # a call within reasoning ends it
-    # A regular expression of templates that describe tools for this format and write no calls. Empty if all write them.
+    # A regular expression for templates that describe tools for this format and write no calls; empty if none
     sign: str = ""
     is_text: bool = False  # tools, calls and results are plain text in messages
     instructions: str = ""  # about tools at its %s, for templates that write calls but no tools
@@ -58,7 +58,7 @@ class ToolFormat:
         return (*self.parser.other_marks, self.mark)[0]
 
     def opening(self, name: str | None) -> str:
-        """Return the beginning of a call of a function, up to its arguments; for None, of any call, up to the name.
+        """Return how a function's call begins, up to its arguments; for None, how any call begins, up to the name.
 
         It ends at a token boundary: in front of a space that tokens join to the next word."""
         return self.begin if name is None else self.begin + self.written(name) + self.to_arguments
@@ -87,7 +87,7 @@ class ToolFormat:
 class ForcedCall:
     """A required call: the prompt ends with its `opening`, and the output continues it."""
 
-    name: str | None  # of the function; None if the output chooses it
+    name: str | None  # the function; None if the output chooses it
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class CallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
-    is_custom: bool = False  # of a custom tool: `arguments` is its input text
+    is_custom: bool = False  # a custom tool's call: `arguments` is its input text
 
 
 class Content(list[str]):
@@ -132,8 +132,8 @@ class ToolCallParser:
         self.done = False
         self._form, self._functions, self._most = form, functions, most
         self._held = ""
-        self._num_chars = 0  # of the text so far
-        self._at = 0  # the start of the text after a mark, in _held
+        self._num_chars = 0  # length of the text so far
+        self._at = 0  # where the text after a mark starts in _held
         self._value = JsonValue()
         self.content = Content()
         self._calls: list[CallDelta] = []
@@ -192,7 +192,7 @@ class ToolCallParser:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        if self._held[0] in ("<", SPECIAL):  # without arguments
+        if self._held[0] in ("<", SPECIAL):  # a call without arguments
             self._give("{}")
         self._value = JsonValue()
         self._state = self._arguments
@@ -308,5 +308,5 @@ class JsonValue:
 
 
 def tail_that_may_begin(mark: str, text: str) -> int:
-    """Return the length of the longest tail of `text` that begins `mark`."""
+    """Return the length of the longest tail in `text` that begins `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

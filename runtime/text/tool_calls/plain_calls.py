@@ -1,11 +1,11 @@
-"""Calls that a model writes in a plain form, without the marks of its format.
+"""Calls that a model writes in a plain form, without its format's marks.
 
     ```json
     {"name": "f", "arguments": {…}}
     ```
 
-A block begins a line: a code block of Markdown without a language or with `json`, a bare object, or a list of objects.
-It is one or several calls if it holds nothing else, each of an offered function with arguments that fit its schema.
+A block begins a line: a Markdown code block without a language or with `json`, a bare object, or a list of objects.
+It is one or several calls if it holds nothing else, and each calls an offered function with arguments that fit.
 Anything else is text, unchanged.
 """
 
@@ -23,9 +23,9 @@ from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, MAX_SPACES, Content, 
 
 _LANGUAGES = ("", "json", "tool_call", "tool_calls", "tool_code", "tool")
 _ARGUMENTS = ("arguments", "parameters")
-_INNER = ("function", "function_call", "tool_call")  # keys of the function's name, or of an object that is the call
+_INNER = ("function", "function_call", "tool_call")  # keys with the function's name, or with an object that is the call
 _KEYS = {"type", "id", "name", *_ARGUMENTS}
-_MAX_INDENT = 3  # spaces before a block; more make a code block of Markdown, which is text
+_MAX_INDENT = 3  # spaces before a block; more make a Markdown code block, which is text
 _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([^\n`]*)")
 _BETWEEN, _BETWEEN_IN_LINE = re.compile(r"[\s,;]*"), re.compile(r"[ \t\r,;]*")
 _values = msgspec.json.Decoder(list[msgspec.Raw])
@@ -45,12 +45,12 @@ class PlainCalls(Content):
         self._functions, self._call = _Functions(functions), call
         self._held = ""
         self._begins_line = True  # the held text does
-        self._fence = ""  # of the code block around the held text
+        self._fence = ""  # fence of the code block around the held text
         self._begun_fence = ""  # the same, if the line that begins it ends without another one
         self._is_json = False  # the paragraph holds JSON that is text
         self._has_text = False  # text was returned
         self._has_called = False  # a call ends before the held text
-        self._block: _Block | None = None  # at the beginning of the held text
+        self._block: _Block | None = None  # the block that begins the held text
 
     def append(self, text: str) -> None:
         self._held += text
@@ -200,7 +200,7 @@ class _Block:
         self.fence = fence  # "" for bare objects
         self.at = at  # read so far
         self._functions = functions
-        self._start: int | None = None  # of an open value
+        self._start: int | None = None  # where an open value starts
         self._value = JsonValue()
         self._calls: list[Call] = []
 

@@ -12,7 +12,7 @@ from runtime.text.tool_calls.written_values import as_json, dumped, json_text
 
 _MARK = re.compile(r"""['"()\[\]{},:]""")
 _IN_STRING = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in ("'", '"', "'''", '"""')}
-_PREFIXES = {"", "r", "R", "u", "U"}  # of text strings
+_PREFIXES = {"", "r", "R", "u", "U"}  # prefixes of text strings
 _NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _NUMBER = re.compile(r"([+-]?)\s*([0-9.][0-9A-Za-z_.+-]*)", re.ASCII)
 _CLOSES = {")": "(", "]": "[", "}": "{"}
@@ -27,7 +27,7 @@ class _Open:
     bracket: str
     values: list[Any] = field(default_factory=list)
     entries: dict[Any, Any] = field(default_factory=dict)
-    key: Any = _NOTHING  # of the next entry
+    key: Any = _NOTHING  # the next entry's key
     num_commas: int = 0
 
     def add(self, value: Any) -> None:
@@ -51,8 +51,8 @@ class PythonLiteral:
     Brackets and strings alone determine its end, so other expressions have an end too."""
 
     def __init__(self) -> None:
-        self._at = self._token = 0  # the position in the text, and the start of the current token
-        self._quote = ""  # of the open string
+        self._at = self._token = 0  # position in the text, and where the current token starts
+        self._quote = ""  # the open string's quote
         self._depth = 0  # brackets open
         self._is_literal = True  # so far
         self._brackets: list[_Open] = []
@@ -64,7 +64,7 @@ class PythonLiteral:
         while True:
             mark = (_IN_STRING[self._quote] if self._quote else _MARK).search(text, self._at)
             if mark is None:
-                # Half an escape, or a part of three quotes, waits for the rest.
+                # Half an escape, or some of three quotes, waits for the rest.
                 kept = text[max(self._at, len(text) - 2) :]
                 num_waiting = len(kept) - len(kept.rstrip("\\" + self._quote[:1])) if self._quote else 0
                 self._at = max(self._at, len(text) - num_waiting)

@@ -21,7 +21,7 @@ class Qwen3CoderParser(TaggedParser):
     other_marks = ("<function=",)  # the first one is often forgotten
     head = re.compile(rf"(?:\s*<function=|(?<=<function=))\s*{name_up_to('<>')}>")
     key_mark, key = "<parameter=", re.compile(r"<parameter=([^>\n]+)>")
-    # A value has lines of its own. Its end mark may be forgotten.
+    # A value has its own lines. Its end mark may be forgotten.
     value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
     value_end = re.compile(r"\n?</parameter>|(?=\n<parameter=)|(?=\n</function>)")
     ends = ("</function>", "</tool_call>")

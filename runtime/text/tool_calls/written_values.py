@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes as plain text. The schema of the function determines their types."""
+"""Argument values that a model writes as plain text. The function's schema determines their types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _TYPES = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
-_LITERALS = {"True": "true", "False": "false", "None": "null"}  # of templates that write Python
+_LITERALS = {"True": "true", "False": "false", "None": "null"}  # written by templates that use Python's syntax
 
 
 def json_text(text: str) -> str:
@@ -48,7 +48,7 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value: its text if that is JSON of an allowed type, else a string."""
+    """Return a value as JSON: its text if that is JSON with an allowed type, else a string."""
     text_of_json = _LITERALS.get(text.strip(), text.strip())
     try:
         value = json.loads(text_of_json, parse_constant=lambda _: "")  # NaN is not JSON

@@ -13,7 +13,7 @@ from runtime.base.weight_parts import FilesPart
 from runtime.loading.checkpoint import open_safetensors
 from runtime.loading.folder import INDEX_NAME, weight_files
 
-_MOST_MAPPED = 64 << 20  # bytes that are read of a file before its pages are released
+_MOST_MAPPED = 64 << 20  # bytes read from a file before its pages are released
 
 
 class FilesReceiver:
@@ -45,7 +45,7 @@ class FilesReceiver:
 
 
 def _files(part: FilesPart) -> Iterator[Path]:
-    """The files of a part. A folder has the files that its index names, or all of them."""
+    """A part's files. A folder has the files that its index names, or all of them."""
     for name in part.paths:
         path = Path(name)
         if not path.is_dir():

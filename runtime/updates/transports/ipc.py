@@ -18,7 +18,7 @@ from runtime.updates.transports.ipc_handles import IpcHandle, check_packed, chec
 from runtime.updates.transports.packing import torch_dtype, unpacked
 from runtime.worker.cuda_driver import call
 
-_EXPANDABLE = b"e"  # second byte of torch's handles of expandable segments
+_EXPANDABLE = b"e"  # second byte in torch's handles of expandable segments
 _DRIVER_HANDLE = 64
 
 
@@ -28,15 +28,15 @@ class IpcReceiver:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device = torch.device(device.type, index)
-        self._buffer: tuple[IpcHandle, torch.Tensor] | None = None  # the last export of packed tensors
+        self._buffer: tuple[IpcHandle, torch.Tensor] | None = None  # the last exported buffer of packed tensors
 
     def tensors(self, part: IpcPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a part, in its order, as views of the trainer's memory.
+        """Yield a part's tensors, in its order, as views of the trainer's memory.
 
-        A tensor is valid until the next is requested. The stream that is current then must have all reads of it. At the
+        A tensor is valid until the next is requested. The stream that is current then must have all its reads. At the
         end this waits for that stream, because the trainer may write its memory after the reply.
 
-        Raises CallboardError, before anything is yielded, if a handle is faulty or of other GPUs."""
+        Raises CallboardError, before anything is yielded, if a handle is faulty or belongs to other GPUs."""
         uuid = gpu_uuid(self._device)
         handles = [_handle_for(uuid, by_uuid, i) for i, by_uuid in enumerate(part.handles)]
         if part.packed:
@@ -57,12 +57,12 @@ class IpcReceiver:
             mapped.clear()
 
     def release(self) -> None:
-        """Unmap the trainer's buffer of packed tensors. Call it at the end of an update."""
+        """Unmap the trainer's buffer of packed tensors. Call it when an update ends."""
         self._buffer = None
 
     def _packed(self, handle: IpcHandle) -> torch.Tensor:
-        """The buffer of packed tensors. One export may have several parts, and has one mapping: torch counts down at
-        the end of each mapping, but up only at the export."""
+        """The buffer of packed tensors. One export may have several parts, and has one mapping: torch counts down when
+        a mapping ends, but up only at the export."""
         handle = handle._replace(storage_device=0)
         if self._buffer is None or self._buffer[0] != handle:
             self._buffer = None

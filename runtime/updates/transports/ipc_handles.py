@@ -1,6 +1,6 @@
 """IpcHandle: a tensor in another process's GPU memory, as plain data that is checked before memory is opened.
 
-The values are the arguments of torch's `rebuild_cuda_tensor`, in its order, without its two classes:
+The values are the arguments for torch's `rebuild_cuda_tensor`, in its order, without its two classes:
 
     | value | type |
     | --- | --- |
@@ -29,13 +29,13 @@ from runtime.base.types import CallboardError
 from runtime.base.weight_parts import TensorInfo
 from runtime.updates.tensor_infos import DTYPE_BYTES, MAX_BYTES, dtype_name, integer, num_bytes, shape_of, shown
 
-_DRIVER_HANDLE = 64  # bytes of the driver's handles of memory and of events
-_MAX_HANDLE = 1 << 16  # bytes; torch's handle of an expandable segment lists the segment's pieces
-_MAX_COUNTER = 10_000 - 1  # torch's files of reference counters have 10,000 places
+_DRIVER_HANDLE = 64  # bytes in the driver's memory and event handles
+_MAX_HANDLE = 1 << 16  # bytes; torch's handle for an expandable segment lists the segment's pieces
+_MAX_COUNTER = 10_000 - 1  # torch's reference-counter files have 10,000 places
 _COUNTER_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _BYTES_FIELDS = (5, 9, 11)
 _UUID = re.compile(r"(?:gpu-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-MAX_GPUS = 1024  # of a trainer, by which a tensor has handles
+MAX_GPUS = 1024  # a trainer's GPUs, by which a tensor has handles
 
 
 class IpcHandle(NamedTuple):
@@ -57,7 +57,7 @@ class IpcHandle(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Bytes of the storage up to the end of the tensor's last element."""
+        """Bytes in the storage up to the tensor's last element."""
         if 0 in self.tensor_size:
             return 0
         last = sum((size - 1) * step for size, step in zip(self.tensor_size, self.tensor_stride, strict=True))
@@ -94,7 +94,7 @@ def from_json(values: object, where: str) -> list[Any]:
 
 
 def checked(values: Sequence[Any], where: str) -> IpcHandle:
-    """Return the handle of these values, after checks of types, of sizes, and of the tensor's place in its storage.
+    """Return these values' handle, after checks of types, sizes and the tensor's place in its storage.
 
     Raises CallboardError, which names the value."""
     if not isinstance(values, list | tuple) or len(values) != len(IpcHandle._fields):

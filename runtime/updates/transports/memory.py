@@ -14,7 +14,7 @@ from runtime.base.weight_parts import ArraysPart, PullPart, TensorInfo
 from runtime.updates.model_tensors import Incoming
 from runtime.updates.staging import Stage
 
-PULL_BYTES = 256 << 20  # of the slices that are requested at once
+PULL_BYTES = 256 << 20  # size of slices that are requested at once
 
 
 class ArraysReceiver:
@@ -29,8 +29,8 @@ class _Wanted(NamedTuple):
     """A slice of a tensor as it is requested."""
 
     info: TensorInfo
-    found: Sequence[Incoming]  # the places of the tensor
-    number: int  # of the part of its only target; -1 for the whole tensor
+    found: Sequence[Incoming]  # the tensor's places
+    number: int  # index of its only target's part; -1 for the whole tensor
     part: Part | None
     shape: tuple[int, ...]
 
@@ -55,7 +55,7 @@ def stage_pulled(part: PullPart, stage: Stage) -> None:
 
 
 def _wanted(info: TensorInfo, found: Sequence[Incoming]) -> Iterator[_Wanted]:
-    """The slices of one tensor. A tensor of all experts is requested whole, and each expert's rows are cut later."""
+    """One tensor's slices. A tensor with all experts is requested whole, and each expert's rows are cut later."""
     shape = tuple(info.shape)
     if any(place is not None for _, place in found):
         yield _Wanted(info, found, -1, None, shape)

@@ -1,7 +1,7 @@
-"""NcclReceiver: weights that a trainer broadcasts to the GPUs of its NCCL group.
+"""NcclReceiver: weights that a trainer broadcasts to the GPUs in its NCCL group.
 
 It is compatible with vLLM's transfers (0.28 and later): the same rendezvous, the same warm-up, the same buffers.
-Broadcasts have a stream of their own, so steps go on. While one buffer is copied, the next ones arrive."""
+Broadcasts have their own stream, so steps continue. While one buffer is copied, the next ones arrive."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from runtime.updates.transports.rendezvous import TrainerStore
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 300.0  # time limit until all ranks of a group are connected; vLLM's trainers wait as long
-_GRACE_S = 5.0  # without progress after the trainer's store has closed, until a transfer ends
+JOIN_S = 300.0  # time limit until a group's ranks are connected; vLLM's trainers wait as long
+_GRACE_S = 5.0  # time without progress that ends a transfer, after the trainer's store has closed
 _LEFT = "The trainer was disconnected, and its transfer ended; connect it again."
 
 
 class Wait:
-    """Waits for a group, with small pauses. The end of the trainer, or of the membership, ends a wait."""
+    """Waits for a group, with small pauses. A wait ends with the trainer, or with the membership."""
 
     def __init__(self, left: threading.Event, store: TrainerStore | None = None) -> None:
         self._left, self.store = left, store
@@ -70,7 +70,7 @@ class _Membership:
     group: Group
     left: threading.Event
     wait: Wait
-    transfer: threading.Lock  # held from the first broadcast of a part to the last
+    transfer: threading.Lock  # held from a part's first broadcast to the last
 
     def leave(self) -> None:
         self.left.set()
@@ -127,9 +127,9 @@ class NcclReceiver:
             membership.leave()
 
     def tensors(self, part: BroadcastPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the trainer broadcasts, in the order of the part.
+        """Yield the tensors that the trainer broadcasts, in the part's order.
 
-        A tensor is valid until the next is requested. The stream that is current then must have all reads of it. The
+        A tensor is valid until the next is requested. The stream that is current then must have all its reads. The
         broadcasts begin at the first request: check names and shapes before it.
 
         If a transfer fails, or is not read to its end, the group is left, because its ranks are out of step. Raises
@@ -183,7 +183,7 @@ class NcclReceiver:
 
     def _begin(self, membership: _Membership, memory: torch.Tensor, tensors: Sequence[TensorInfo]) -> _Arriving:
         group = membership.group
-        if not memory.numel():  # NCCL ignores a broadcast of 0 bytes
+        if not memory.numel():  # NCCL ignores an empty broadcast
             return _Arriving(memory, tensors, lambda: True)
         group.broadcast(memory)
         membership.wait.until(group.is_ready)

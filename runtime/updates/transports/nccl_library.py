@@ -1,6 +1,6 @@
-"""NcclGroup: a rank of an NCCL group, over the library that torch has loaded.
+"""NcclGroup: a rank in an NCCL group, over the library that torch has loaded.
 
-The communicator does not block: a call starts its work in a thread of NCCL, and `is_ready` shows whether it has ended.
+The communicator does not block: a call starts its work in an NCCL thread, and `is_ready` shows whether it has ended.
 So every wait has a time limit, and another thread can end it."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _SUCCESS, _INVALID_USAGE, _IN_PROGRESS = 0, 5, 7  # ncclResult_t
 _UINT8, _FLOAT32 = 1, 7  # ncclDataType_t
 _SUM = 0  # ncclRedOp_t
-_ABORT_S = 20.0  # at most, for an abort
+_ABORT_S = 20.0  # time limit for an abort
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400  # NCCL 2.14: the oldest with `blocking`, which all later ones read
 _UNDEFINED = -(1 << 31)
 
@@ -45,7 +45,7 @@ class _Config(ctypes.Structure):
 
 
 class NcclLibrary:
-    """The functions of NCCL that transfers of weights need. Raises CallboardError for NCCL's errors."""
+    """The NCCL functions that weight transfers need. Raises CallboardError for NCCL's errors."""
 
     def __init__(self) -> None:
         pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -84,7 +84,7 @@ class NcclLibrary:
         return bytes(unique_id)
 
     def init_rank(self, unique_id: bytes, rank: int, world_size: int) -> ctypes.c_void_p:
-        """Begin to make the communicator of a rank, on the current device of this thread."""
+        """Begin to make a rank's communicator, on this thread's current device."""
         comm = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED)
         by_value = _UniqueId.from_buffer_copy(unique_id)
@@ -138,7 +138,7 @@ class Group(Protocol):
 
 
 class NcclGroup:
-    """One rank of a group of GPUs. One thread sends or receives; any thread may call `abort`."""
+    """One rank in a group of GPUs. One thread sends or receives; any thread may call `abort`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream(device)
@@ -206,7 +206,7 @@ class NcclGroup:
             comm, self._comm, self._is_aborted = self._comm, None, True
         if comm is None:
             return
-        # An abort waits for kernels of NCCL. A thread of its own keeps the caller free if one does not end.
+        # An abort waits for NCCL's kernels. Its own thread keeps the caller free if one does not end.
         thread = threading.Thread(target=self._abort, args=(comm,), name="nccl-abort", daemon=True)
         thread.start()
         thread.join(_ABORT_S)

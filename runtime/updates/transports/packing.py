@@ -31,7 +31,7 @@ def cut(items: Iterable[_T], size_of: Callable[[_T], int], buffer_bytes: int | N
 
 
 def unpacked(buffer: torch.Tensor, tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a buffer of uint8 [bytes], as views where their place allows it."""
+    """Yield the tensors in a uint8 buffer [bytes], as views where their place allows it."""
     start = 0
     for tensor in tensors:
         size = num_bytes(tensor)
@@ -42,7 +42,7 @@ def unpacked(buffer: torch.Tensor, tensors: Sequence[TensorInfo]) -> Iterator[tu
 def tensor_at(buffer: torch.Tensor, start: int, tensor: TensorInfo) -> torch.Tensor:
     piece, dtype = buffer[start : start + num_bytes(tensor)], torch_dtype(tensor.dtype)
     if piece.storage_offset() % dtype.itemsize or not piece.numel():
-        piece = piece.clone()  # torch makes no view of another type at this place
+        piece = piece.clone()  # torch makes no view with another type at this place
     return piece.view(dtype).view(tensor.shape)
 
 

@@ -1,6 +1,6 @@
-"""TrainerStore: how the ranks of a trainer's NCCL group find each other.
+"""TrainerStore: how the ranks in a trainer's NCCL group find each other.
 
-Rank 0 serves a TCPStore of torch, as vLLM's StatelessProcessGroup does, and the others connect to it. Each rank adds
+Rank 0 serves torch's TCPStore, as vLLM's StatelessProcessGroup does, and the others connect to it. Each rank adds
 itself to a count when it connects, and rank 0 waits for all. Then rank 0 writes the group's id."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # absent from some builds
 
 _T = TypeVar("_T")
-_LOOK_S = 0.02  # between two looks at a thread or at a key
-_WATCH_S = 1.0  # between two looks at the trainer
+_LOOK_S = 0.02  # seconds between two looks at a thread or a key
+_WATCH_S = 1.0  # seconds between two looks at the trainer
 
 Check = Callable[[], None]  # raises CallboardError when the caller should stop waiting
 
@@ -162,7 +162,7 @@ def in_thread(function: Callable[[], _T], timeout_s: float, check: Check, what: 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    # A function with a time limit of its own has a better sentence: it gets a little longer.
+    # A function with its own time limit has a better sentence: it gets a little longer.
     deadline = time.monotonic() + timeout_s + 5
     while thread.is_alive():
         thread.join(_LOOK_S)
@@ -175,5 +175,5 @@ def in_thread(function: Callable[[], _T], timeout_s: float, check: Check, what: 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of torch; the other lines are a stack of C++."""
+    """The first line of torch's error; the other lines are a C++ stack."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")

@@ -1,4 +1,4 @@
-"""The id of an NCCL group in the form that vLLM's trainers publish: a pickle of a ctypes structure.
+"""An NCCL group's id as vLLM's trainers publish it: a pickled ctypes structure.
 
 A pickle can run any code where it is loaded. So the bytes are taken out by its opcodes, and nothing is loaded."""
 
@@ -12,10 +12,10 @@ from typing import Any
 from runtime.base.types import CallboardError
 
 NUM_BYTES = 128
-KEY = "broadcast_from/0/0"  # in the store
+KEY = "broadcast_from/0/0"  # the store's key
 _MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
 _CLASS = "ncclUniqueId"
-_MOST_BYTES = 4096  # of a pickle; vLLM's has 268
+_MOST_BYTES = 4096  # pickle size; vLLM's has 268
 _STRUCTURE = (  # ctypes pickles a structure as a call: _unpickle(class, (attributes, memory))
     "_ctypes", "_unpickle", "STACK_GLOBAL", _MODULE, _CLASS, "STACK_GLOBAL", "EMPTY_DICT", bytes, "TUPLE2", "TUPLE2",
     "REDUCE", "STOP",
@@ -26,12 +26,12 @@ _BYTES = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8"}
 
 
 def unique_id_of(pickled: bytes) -> bytes:
-    """Return the 128 bytes of a pickled `ncclUniqueId`, of protocol 3 or later. Raises CallboardError for others."""
+    """Return the 128 bytes of a pickled `ncclUniqueId`, protocol 3 or later. Raises CallboardError for others."""
     found: list[Any] = []
     try:
         if len(pickled) <= _MOST_BYTES:
             found = list(_steps(pickled))
-    except Exception:  # of pickletools, for bytes that are not a pickle
+    except Exception:  # pickletools raises, for bytes that are not a pickle
         found = []
     memory = next((step for step in found if isinstance(step, bytes)), b"")
     if [bytes if isinstance(step, bytes) else step for step in found] != [*_STRUCTURE] or len(memory) != NUM_BYTES:

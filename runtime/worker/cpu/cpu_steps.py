@@ -54,10 +54,11 @@ class CpuSteps(Steps):
             for group in cache.spec.groups
         ]
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
-        self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
-        self.is_tiled = self.compiled is not None and self.compiled.attention is not None
-        kernels = () if self.compiled is None else (self.compiled.drawn_keys, self.compiled.filter_bounds)
-        self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, *kernels)
+        self.copies, kernels = HostCopies(cache.device), decoder.kernels
+        self.is_tiled = kernels.launcher is not None
+        self.sampler: Sampler = Sampler(
+            num_slots, split.vocab_size, eos_token_ids, cache.device, split, kernels.drawn_keys, kernels.filter_bounds
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -66,10 +67,8 @@ class CpuSteps(Steps):
         has_states = self.cache.states is not None
         factors = self.cache.table_factors
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states, factors)
-        self.tapes = None
-        if self.is_tiled:
-            assert self.compiled is not None
-            self.tapes = DecodeTapes(self.decoder, self.cache, self.compiled.launcher)
+        launcher = self.decoder.kernels.launcher
+        self.tapes = None if launcher is None else DecodeTapes(self.decoder, self.cache, launcher)
         self.poisoned = False  # some step had a non-finite value, so free blocks may hold one
 
     def drop_tapes(self) -> None:

@@ -21,7 +21,7 @@ from serve_app.protocol.sse import EventStream
 
 
 class MessagesEndpoint(ChatEndpoint):
-    """Blocks of content in, blocks of content out: a chat of one choice."""
+    """Content blocks in, content blocks out: a chat with one choice."""
 
     path, id_prefix, keeps_aborted = "/v1/messages", "msg_", False  # its API lacks the reason
     operation = Operation(
@@ -54,7 +54,7 @@ class MessagesEndpoint(ChatEndpoint):
 
 
 class MessageStream(EventStream):
-    """The events of one answer. Each block of its content ends before the next one begins."""
+    """One answer's events. Each content block ends before the next one begins."""
 
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -63,7 +63,7 @@ class MessageStream(EventStream):
         self._usage = ChoiceUsage()
         self._has_begun = False
         self._block = -1  # index of the last block
-        self._kind = ""  # of the open block
+        self._kind = ""  # the open block's kind
         self._prefix = self._suffix = b""  # around its next piece, as JSON
         self._end: dict[str, Any] = {}
 
@@ -71,7 +71,7 @@ class MessageStream(EventStream):
         parts = []
         for delta in deltas:
             self._usage.add(delta)
-            if not self._has_begun:  # only now is the number of cached tokens known
+            if not self._has_begun:  # the number of cached tokens is known only now
                 self._has_begun = True
                 usage = _usage(self._prepared, self._usage) | {"output_tokens": 0}
                 message = _message(self._prepared, [], usage) | {"stop_reason": None, "stop_sequence": None}

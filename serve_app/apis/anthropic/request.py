@@ -132,7 +132,7 @@ class Message(RequestModel):
         return "tool" if has_results else self.role, self.content
 
     def as_chat(self) -> list[dict[str, Any]]:
-        """Return the messages of a chat: one for an answer, and one for each tool result or text of a user."""
+        """Return chat messages: one for an answer, and one for each tool result or user text."""
         if isinstance(self.content, str) or self.role == "system":
             return [{"role": self.role, "content": _parts(self.content)}]
         if self.role == "assistant":
@@ -235,7 +235,7 @@ class Metadata(RequestModel):
     user_id: str | None = None
 
 
-# Fields of a chat that have another name in Anthropic's requests, or no place in Anthropic's answers.
+# Chat fields that have another name in Anthropic's requests, or no place in Anthropic's answers.
 _FIELDS_OF_CHATS = """
     n stop logprobs top_logprobs prompt_logprobs sampling_logprobs logprob_token_ids return_token_ids detokenize
     routed_experts return_prompt_token_ids return_tokens_as_token_ids stream_options response_format
@@ -245,7 +245,7 @@ FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 
 class MessagesChat(ChatRequest):
-    """The chat of a request of Anthropic's clients."""
+    """The chat that an Anthropic client requests."""
 
     dialect = MESSAGES
 
@@ -275,7 +275,7 @@ class CountTokensRequest(RequestModel):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older name of output_config.format
+    output_format: OutputFormat | None = None  # older name for output_config.format
 
     def check(self) -> None:
         if (self.model_extra or {}).get("thread") is not None:  # the SDK then goes on without threads

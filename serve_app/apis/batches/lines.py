@@ -1,4 +1,4 @@
-"""The lines of a batch's files: the requests of its input and the answers in its results."""
+"""The lines in a batch's files: the requests in its input and the answers in its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_app.protocol.answers import encode_json
 
 _MAX_FAULTS = 20  # listed for a failed batch
 _MAX_ID_CHARS = 512
-_WINDOW = 64  # positions of requests in memory, for each batch
+_WINDOW = 64  # request positions in memory, for each batch
 
 
 class Line(msgspec.Struct):
@@ -44,7 +44,7 @@ class Position:
 
 
 def check(path: Path, endpoint: str, most: int, longest: int) -> list[dict[str, Any]]:
-    """Return the faults of a file of requests, in OpenAI's form; none if the batch may run."""
+    """Return the faults in a request file, in OpenAI's form; none if the batch may run."""
     ids = set[str]()
     faults: list[dict[str, Any]] = []
     for number, _, line in _lines(path, longest):
@@ -159,7 +159,7 @@ def append(path: Path, results: Iterable[dict[str, Any]]) -> None:
 
 
 def finished(path: Path) -> set[str]:
-    """Return the custom_ids of a file of results, after removal of incomplete lines."""
+    """Return the custom_ids in a results file, after removal of incomplete lines."""
     done, is_spoilt = set[str](), False
     if not path.exists():
         return done

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class Places:
-    """Room for `most` requests of all batches together.
+    """Room for `most` requests from all batches together.
 
     A key takes a free place. Without one it still gets its share: `most` over the number of keys with requests. So a
     key with requests that do not end delays no other key."""

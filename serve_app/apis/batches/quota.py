@@ -15,11 +15,11 @@ from pathlib import Path
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
 
-_PREFIX = "key-"  # of a key's folder; the owner of requests without a key is empty
+_PREFIX = "key-"  # begins a key's folder name; requests without a key have an empty owner
 
 
 class KeyIndex:
-    """The entries of all keys. Methods that change entries need the lock of the store."""
+    """All keys' entries. Methods that change entries need the store's lock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,7 +75,7 @@ class StorageUsage:
         return StorageUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-# The fields of StorageUsage: what they count, the status and code of the error, and what the client can do.
+# StorageUsage's fields: what they count, the error's status and code, and what the client can do.
 _LIMITS = {
     "open": ("batches that have not ended", 429, "too_many_batches", "wait until one ends, or cancel one"),
     "files": ("files", 429, "too_many_files", "delete some"),
@@ -86,7 +86,7 @@ _LIMITS = {
 def excess(
     settings: HttpSettings, own: StorageUsage, everything: StorageUsage, wanted: StorageUsage
 ) -> Iterator[ApiError]:
-    """Yield an error for each limit of one key and of all keys that `wanted` would pass."""
+    """Yield an error for each limit, one key's or all keys', that `wanted` would pass."""
     for used, what, suffix in ((own, "Your API key has", "_per_key"), (everything, "All API keys have", "")):
         for name, (noun, status, code, remedy) in _LIMITS.items():
             limit, count, more = f"batch_max_{name}{suffix}", getattr(used, name), getattr(wanted, name)

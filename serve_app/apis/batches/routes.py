@@ -36,8 +36,8 @@ from serve_app.settings import HttpSettings
 logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400
-_FORM_BYTES = 16 << 10  # of an upload, beside its file
-_CREATE_BYTES = 64 << 10  # of POST /v1/batches; metadata may take 9 KiB
+_FORM_BYTES = 16 << 10  # an upload's bytes besides its file
+_CREATE_BYTES = 64 << 10  # body of POST /v1/batches; metadata may take 9 KiB
 _PIECE_BYTES = 1 << 20  # part of an upload that must arrive within body_timeout_s
 _DISK_RETRY_S = 30.0
 _T = TypeVar("_T")
@@ -177,7 +177,7 @@ class BatchRoutes:
         if kind != b"multipart/form-data":
             text = "Send the file as multipart/form-data, with the parts file and purpose."
             raise ApiError(415, text, code="unsupported_media_type")
-        # The event loop decodes the parts, and some of Python's codecs take quadratic time.
+        # The event loop decodes the parts, and some Python codecs take quadratic time.
         if (charset := parameters.get(b"charset", b"utf-8").decode("latin-1")).lower() != "utf-8":
             text = f"The form has the charset {shortened(charset)!r}; send it in UTF-8, and leave charset out."
             raise ApiError(415, text, code="unsupported_media_type")

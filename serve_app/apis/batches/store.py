@@ -1,14 +1,14 @@
 """Files and batches on a disk that all fronts share.
 
 A front can die at any byte. Records are replaced as a whole, and results are appended line by line. A batch belongs to
-the front that holds its lock file; the system releases the lock with the process. One lock of the folder, `store.lock`,
+the front that holds its lock file; the system releases the lock with the process. The folder's one lock, `store.lock`,
 covers creation and removal, so two fronts cannot pass a limit together. All methods block, so threads call them.
 
 - `files/ID`: a file. The front that receives it holds its lock.
 - `files/ID.json`: its record.
-- `batches/ID.json`: the record of a batch.
-- `batches/ID.lock`, `batches/ID.input`, `batches/ID.cancel`: an open batch's lock, requests and time of cancellation.
-- `keys/key-OWNER/ID.BYTES`: the index of each key (`quota.py`).
+- `batches/ID.json`: a batch's record.
+- `batches/ID.lock`, `batches/ID.input`, `batches/ID.cancel`: an open batch's lock, requests and cancellation time.
+- `keys/key-OWNER/ID.BYTES`: each key's index (`quota.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Record:
 
     owner: str
     object: dict[str, Any]  # the JSON for clients
-    results: list[str] = field(default_factory=list)  # of a batch: ids of its files of answers and of errors
+    results: list[str] = field(default_factory=list)  # a batch's file ids: answers and errors
 
 
 class Records:
@@ -198,9 +198,9 @@ class BatchStore:
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: Record) -> None:
-        """Store a new batch, a link to its input, and index entries for its two files of results.
+        """Store a new batch, a link to its input, and index entries for its two results files.
 
-        Deletes the key's oldest ended batches above their limit. Raises the 429 or 413 of a limit, and the 404 if the
+        Deletes the key's oldest ended batches above their limit. Raises a limit's 429 or 413, and the 404 if the
         input was just deleted. An OSError leaves nothing."""
         batch_id, owner, input_id = record.object["id"], record.owner, record.object["input_file_id"]
         with self._alone():
@@ -259,7 +259,7 @@ class BatchStore:
         return None
 
     def charge(self, record: Record) -> ApiError | None:
-        """Count the present results of a batch; return the error of a limit that they exceed, or None."""
+        """Count a batch's present results; return the error for a limit that they exceed, or None."""
         with self._alone():
             for file_id in record.results:
                 self.index.set(record.owner, file_id, self.num_bytes(file_id))
@@ -273,7 +273,7 @@ class BatchStore:
             return 0
 
     def forget(self, record: Record) -> None:
-        """Remove the lock and the input of an ended batch, and the index entries of results that it does not have."""
+        """Remove an ended batch's lock and input, and the index entries for results that it does not have."""
         with self._alone():
             unused = [file_id for file_id in record.results if not self.files.exists(file_id)]
             for file_id in unused:
@@ -303,7 +303,7 @@ class BatchStore:
             raise error
 
     def _usage(self, owner: str) -> tuple[StorageUsage, StorageUsage]:
-        """Return the usage of an owner, and of all owners."""
+        """Return an owner's usage, and all owners'."""
         own, everything, open_ids = StorageUsage(), StorageUsage(), set(self.batches.with_suffix(".lock"))
         for each in self.index.owners():
             sizes = self.index.sizes(each)

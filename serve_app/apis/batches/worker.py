@@ -1,6 +1,6 @@
 """The execution of batches, after all other requests.
 
-Each request of a batch goes through the routes of this process with the lowest priority. The files of results record
+Each request in a batch goes through this process's routes with the lowest priority. The results files record
 the answered requests: a front that resumes a batch sends the requests without a result. A front's memory for a batch
 is constant, except for a byte for each request.
 """
@@ -31,13 +31,13 @@ from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 2.0  # between two searches for batches without a front
-_SAVE_S = 0.5  # between two checks for cancellation, which also save the counts
-_AGAIN_S = 60.0  # until a batch is resumed after an error, such as a full disk
-_CHARGE_BYTES = 1 << 20  # growth of a batch's results between two checks of the limits
-_PRIORITY = 1 << 20  # of requests; higher values are served later
+_LOOK_S = 2.0  # seconds between two searches for batches without a front
+_SAVE_S = 0.5  # seconds between two checks for cancellation, which also save the counts
+_AGAIN_S = 60.0  # time until a batch is resumed after an error, such as a full disk
+_CHARGE_BYTES = 1 << 20  # growth of a batch's results between two limit checks
+_PRIORITY = 1 << 20  # the requests' priority; higher values are served later
 _LATER = (429, 499, 503)  # the server is busy, has aborted the request or restarts, so the request is asked again
-_OWN_BYTES = 4 << 10  # of a line beside its body
+_OWN_BYTES = 4 << 10  # a line's bytes besides its body
 _T = TypeVar("_T")
 _OnDisk = Callable[..., Awaitable[Any]]
 
@@ -48,7 +48,7 @@ class Batches:
     def __init__(self, settings: HttpSettings) -> None:
         """Raises CallboardError if the folder cannot be made."""
         self.store = None if settings.batch_folder is None else BatchStore(settings.batch_folder, settings)
-        self.routes: ASGIApp | None = None  # the routes of this application, which build_http_app sets
+        self.routes: ASGIApp | None = None  # this application's routes, which build_http_app sets
         self._settings = settings
         self._places = Places(settings.batch_concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -85,7 +85,7 @@ class Batches:
             except OSError:
                 logger.exception("the folder of batches cannot be read")
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):  # wait_for of Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(_LOOK_S):  # Python 3.11's wait_for may swallow a cancellation
                     await self._news.wait()
 
     async def _sweep(self, store: BatchStore) -> None:
@@ -134,11 +134,11 @@ class _Run:
     ) -> None:
         self._store, self._record, self._batch = store, record, record.object
         self._routes, self._settings, self._places, self._on_disk = routes, settings, places, on_disk
-        self._room = asyncio.Semaphore(settings.batch_concurrency)  # for requests that are asked, or wait to be asked
+        self._room = asyncio.Semaphore(settings.batch_concurrency)  # room for requests that run, or wait to run
         longest = settings.max_body_bytes + _OWN_BYTES
         self._requests = Requests(store.batches.path(self._batch["id"], ".input"), longest)
-        self._results = [store.files.path(file_id) for file_id in record.results]  # of answers, of errors
-        self._num_charged = 0  # counted bytes of the results
+        self._results = [store.files.path(file_id) for file_id in record.results]  # answers, errors
+        self._num_charged = 0  # counted result bytes
         self._excess: ApiError | None = None  # the limit that the results exceed
 
     async def run(self) -> None:
@@ -297,7 +297,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
-    status: str = ""  # of a response
+    status: str = ""  # a response's status
 
 
 def _is_aborted(answer: bytes) -> bool:

@@ -47,7 +47,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     def prompt(
         self, request: ChatRequest, model: ServedModel, where: str = "messages"
     ) -> tuple[list[int], MessageFormat | None]:
-        """Return the token ids of a chat, and the format of the model's message after them."""
+        """Return a chat's token ids, and the format of the model's message after them."""
         if model.chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
         roles = model.chats.roles.union(ROLES)
@@ -59,7 +59,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
 
     def parts(self, request: ChatRequest, model: ServedModel) -> dict[str, int]:
-        """Return the tokens of tools and of instructions, without the template's words around them."""
+        """Return the tokens in tools and in instructions, without the template's words around them."""
 
         def count(text: str) -> int:
             return len(prompt_ids(model.tokenizer.encode, text, False, model.info.max_model_len, "", part="start"))
@@ -136,7 +136,7 @@ def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
 
 
 def message_delta(delta: Delta) -> dict[str, Any]:
-    """Return the fields of an OpenAI delta beside its content; one call may have several pieces."""
+    """Return an OpenAI delta's fields besides its content; one call may have several pieces."""
     return _fields(
         delta,
         [{"index": c.index} | (_call(c) if c.name else _more(c)) for c in delta.calls],

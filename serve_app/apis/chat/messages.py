@@ -23,7 +23,7 @@ from serve_app.protocol.shapes import (
 
 
 class TextPart(RequestModel):
-    """A part of chats, or of the items of responses."""
+    """A part in a chat, or in a response's items."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -39,8 +39,8 @@ class RefusalPart(RequestModel):
 
 
 _TEXT_KINDS = "text", "input_text", "output_text"
-ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chats, for all templates
-INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
+ROLES = ("system", "developer", "user", "assistant", "tool")  # roles in OpenAI's chats, for all templates
+INSTRUCTING = ("system", "developer")  # roles that instruct the model
 
 
 class OtherPart(RequestModel):
@@ -101,12 +101,12 @@ def unread(where: str, contents: Iterable[Any]) -> list[str]:
 def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
     """Raise FieldError for a part that the model cannot read in a new message.
 
-    In the history and in messages with results of tools, a note replaces such a part. Clients send both again with each
+    In the history and in messages with tool results, a note replaces such a part. Clients send both again with each
     turn, so an error would end the session.
 
     Args:
         where: the field with the conversation.
-        turns: role and content of each message."""
+        turns: each message's role and content."""
     new = 0
     for role, _ in reversed(turns):
         if role == "tool":
@@ -198,10 +198,10 @@ class ChatMessage(RequestModel):
     role: Annotated[str, Field(pattern="^[a-z][a-z0-9_.-]{0,63}$")]  # one of ROLES, or one that the template names
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[AnyToolCall], Field(fail_fast=True)] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: the call that it answers
-    reasoning_content: str | None = None  # of an assistant; the template decides whether the model sees it
-    reasoning: str | None = None  # another name of it
+    tool_calls: Annotated[list[AnyToolCall], Field(fail_fast=True)] | None = None  # an assistant's calls
+    tool_call_id: str | None = None  # the call that a tool's message answers
+    reasoning_content: str | None = None  # an assistant's; the template decides whether the model sees it
+    reasoning: str | None = None  # another name for it
     audio: Annotated[Any, only(None)] = None
     refusal: Annotated[Any, only(None)] = None
     function_call: Annotated[Any, LEGACY] = None
@@ -220,7 +220,7 @@ class ChatMessage(RequestModel):
             raise invalid(f"{where}.tool_call_id", "is missing; it is the id of the call that the message answers")
 
     def text(self) -> str:
-        """Return the content; empty beside tool calls, since more templates accept that than null."""
+        """Return the content; empty next to tool calls, since more templates accept that than null."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
@@ -229,7 +229,7 @@ class ChatMessage(RequestModel):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def as_template_sees_it(self) -> dict[str, Any]:
-        # "developer" is OpenAI's later name of "system"; templates use the earlier one.
+        # "developer" is OpenAI's later name for "system"; templates use the earlier one.
         content: Any = self.text()
         if isinstance(self.content, list):
             content = [{"type": "text", "text": part.text} for part in self.content] or ""

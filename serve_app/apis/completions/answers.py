@@ -1,4 +1,4 @@
-"""The answers of /v1/completions and, by their shared parts, of /v1/chat/completions."""
+"""Answers for /v1/completions and, by their shared parts, for /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Usage(Struct):
 
 
 class AnswerFields(Struct):
-    """The fields of every answer of OpenAI's shape."""
+    """The fields that every answer in OpenAI's shape has."""
 
     id: str
     created: int
@@ -36,8 +36,8 @@ class ChoiceFields(Struct, kw_only=True):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     seed: int
-    weight_versions: list[WeightSpan] | None = None  # only with weight_updates
-    routed_experts: str | None = None  # base64 of a .npy file, if requested
+    weight_versions: list[WeightSpan] | None = None  # None without weight_updates
+    routed_experts: str | None = None  # a .npy file as base64, if requested
 
 
 class CompletionChoice(ChoiceFields):

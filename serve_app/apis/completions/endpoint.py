@@ -79,8 +79,8 @@ class CompletionRenderer(ChoiceRenderer):
     def __init__(self, prepared: PreparedRequest[CompletionRequest], index: int) -> None:
         super().__init__(prepared, index)
         self._echo = prepared.echo(index)  # None after it was rendered
-        self._begin = 0 if self._echo is None else len(self._echo.text)  # of the output, in the choice's text
-        self._decoded = self._shown = 0  # characters of the output, and of the choice's text
+        self._begin = 0 if self._echo is None else len(self._echo.text)  # where the output begins in the choice's text
+        self._decoded = self._shown = 0  # characters in the output, and in the choice's text
         self._waiting_spans: list[tuple[int, int]] = []
         self._has_told_prompt = False
 
@@ -107,9 +107,9 @@ class CompletionRenderer(ChoiceRenderer):
             logprobs = [TokenLogprobs(prompt[0], math.nan, 0, ()), *scored, *logprobs]
             offsets, self._echo = list(self._echo.offsets), None
         offsets += [self._begin + end for end in (self._decoded, *delta.ends[:-1])] if delta.logprobs else []
-        of_tokens = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
+        text_of_id = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
         as_ids = request.return_tokens_as_token_ids or not request.detokenize
-        text: Callable[[int], str] = token_id_text if as_ids else of_tokens
+        text: Callable[[int], str] = token_id_text if as_ids else text_of_id
         found = {
             "tokens": [text(lp.token_id) for lp in logprobs],
             "token_logprobs": [
@@ -124,7 +124,7 @@ class CompletionRenderer(ChoiceRenderer):
         return found
 
     def _draft_spans(self, delta: Delta) -> list[tuple[int, int]]:
-        """Return the parts of the text from accepted draft tokens, as [start, end) in characters of the choice.
+        """Return the parts of the text from accepted draft tokens, as [start, end) in the choice's characters.
 
         A character belongs to its last token. Text that the stream holds back (runtime.text.stream) keeps its spans."""
         ends = [self._begin + end for end in (self._decoded, *delta.ends)]
@@ -166,14 +166,14 @@ def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tok
 
 def _top(lp: TokenLogprobs, text: Callable[[int], str]) -> dict[str, float]:
     entries: dict[str, float] = {}
-    # As in OpenAI's, the token itself is always included. Of ids with the same text, the likeliest counts.
+    # The token itself is always included, as in OpenAI's. Among ids with the same text, the likeliest counts.
     for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
         entries.setdefault(text(token_id), finite(value))
     return entries
 
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """Return the text of one token; a part of a character is shown as bytes, as OpenAI does."""
+    """Return one token's text; a part of a character is shown as bytes, as OpenAI does."""
     piece = tokenizer.token_bytes(token_id)
     try:
         return piece.decode()

@@ -8,7 +8,7 @@ from runtime.output.fields import invalid
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.prompt_ids import prompt_ids
 
-# Marks of prefix, suffix and middle: Qwen-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek; CodeLlama.
+# Marks for prefix, suffix and middle: Qwen-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek; CodeLlama.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -32,9 +32,9 @@ def between(tokenizer: Tokenizer, before: list[int], after: list[int], field: st
 
 
 def of_other_files(tokenizer: Tokenizer, files: Sequence[tuple[str, str]], room: int) -> list[int]:
-    """Return the token ids of other files, to stand before the prompt, in the form that the model was trained on.
+    """Return the token ids of other files, which precede the prompt, in the form that the model was trained on.
 
-    `files` are pairs of a name and a text. Without `room` for all tokens the first ones are left out."""
+    `files` are pairs: name and text. Without `room` for all tokens the first ones are left out."""
     repository, mark = (_first(tokenizer, marks) for marks in (_REPOSITORY, _FILE))
     head = [] if repository is None else [repository, *tokenizer.encode("repository\n", False)]
     end = [] if mark is None else [mark, *tokenizer.encode("file\n", False)]

@@ -77,7 +77,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # what comes after the completion
-    # An extension, with scores of the prompt: where its output begins, of all prompts or one for each.
+    # An extension, with prompt scores: where the output begins, one for all prompts or one for each.
     prompt_len: _Lengths | None = None
     best_of: int | None = None
 

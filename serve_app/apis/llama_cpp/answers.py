@@ -1,4 +1,4 @@
-"""The answers of llama.cpp's routes. A field of a completion may be missing if the request names others."""
+"""Answers for llama.cpp's routes. A completion's field may be missing if the request names others."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from serve_app.protocol.sse import EventStream
 from serve_app.protocol.timed_choice import TimedChoice
 from serve_app.service.endpoint import Endpoint
 
-_LEAST_OUTPUT = 256  # tokens of room for an output without a number
+_LEAST_OUTPUT = 256  # tokens kept free for an output without a number
 _Prepared = PreparedRequest[LlamaCompletion]
 
 
@@ -126,7 +126,7 @@ class LlamaStream(EventStream):
 
 
 def _around_gap(request: LlamaCompletion, gap: Gap, model: ServedModel) -> list[int]:
-    """Return the prompt of a text between two texts. What lies farthest from the gap is left out of a full context."""
+    """Return the prompt for a text between two texts. A full context leaves out the text farthest from the gap."""
     tokenizer, context = model.tokenizer, model.info.max_model_len
     most = request.max_output()
     start = tokenizer.encode("")
@@ -152,7 +152,7 @@ def _around_gap(request: LlamaCompletion, gap: Gap, model: ServedModel) -> list[
 
 
 def _whole(prepared: _Prepared, choice: TimedChoice) -> dict[str, Any]:
-    """Return the answer of one choice, or the fields of it that the request names."""
+    """Return one choice's answer, or its fields that the request names."""
     request, model = prepared.request, prepared.model
     sent, shows = prepared.requests[choice.index], not request.computes_prompt_only
     is_word = isinstance(choice.stop_reason, str)

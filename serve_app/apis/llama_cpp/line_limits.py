@@ -13,7 +13,7 @@ from runtime.output.processor import Delta
 class _Progress:
     started: float | None = None  # time of the first token
     has_new_line: bool = False
-    indentation: int | None = None  # of the last line so far; None within its text
+    indentation: int | None = None  # the last line's so far; None within its text
 
 
 class LineLimits:

@@ -38,7 +38,7 @@ class LlamaCompletion(CompletionRequest):
     dialect = LLAMA_CPP
 
     gap: Gap | None = None  # None for POST /completion
-    computes_prompt_only: bool = False  # without any text
+    computes_prompt_only: bool = False  # returns no text
     return_tokens: bool = False
     response_fields: list[str] | None = None
     t_max_predict_ms: int = 0
@@ -58,14 +58,14 @@ class LlamaCompletionRequest(RequestModel):
 
     model: str | None = None
     prompt: Any
-    n_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = None  # below 0: the rest of the context
+    n_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = None  # the rest of the context if below 0
     n_cmpl: int | None = None
     stream: bool | None = None
     stop: Any = None
     seed: int | None = None  # -1 is a random one
-    temperature: float | None = None  # below 0 is 0
+    temperature: float | None = None  # negative values are 0
     repeat_penalty: float | None = None
-    logit_bias: Any = None  # pairs of an id and a number or false; or OpenAI's object
+    logit_bias: Any = None  # pairs (id, number or false), or OpenAI's object
     n_probs: Annotated[int, Field(ge=0)] | None = None
     json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
@@ -114,7 +114,7 @@ class LlamaCompletionRequest(RequestModel):
 class LlamaInfillRequest(LlamaCompletionRequest):
     """POST /infill: the text between two texts."""
 
-    prompt: str = ""  # the beginning of the text between them
+    prompt: str = ""  # how the text between them begins
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[OtherFile], Field(max_length=1024, fail_fast=True)] | None = None

@@ -32,7 +32,7 @@ class LoadAdapterRequest(RequestModel):
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     base_model_name: str | None = None  # the adapter's model; default: the first one
-    load_inplace: bool = False  # replace an adapter of the same name
+    load_inplace: bool = False  # replace an adapter with the same name
 
 
 class UnloadAdapterRequest(RequestModel):

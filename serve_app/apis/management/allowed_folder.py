@@ -1,4 +1,4 @@
-"""Paths of clients, which must lead into one folder of the server."""
+"""Clients' paths, which must lead into one folder on the server."""
 
 from __future__ import annotations
 

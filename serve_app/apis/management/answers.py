@@ -43,8 +43,8 @@ class TokenizerInfo(Struct):
 
 class Health(Struct, omit_defaults=True, kw_only=True):
     status: Literal["ok", "ready"]
-    phase: str | None = None  # only without an engine that computes
-    phases: dict[str, str] = {}  # of each such model, by its name, if there are several models
+    phase: str | None = None  # set only without an engine that computes
+    phases: dict[str, str] = {}  # each such model's phase by name, if there are several models
 
 
 class Unhealthy(Struct):
@@ -85,7 +85,7 @@ class ServerInfo(Struct):
     max_model_len: int
     dtype: str
     system_fingerprint: str
-    sampling: dict[str, float]  # the defaults of the model's makers
+    sampling: dict[str, float]  # the model makers' defaults
     allow_chaos: bool
     vllm_config: dict[str, Any]  # the same facts by vLLM's names
 
@@ -156,16 +156,16 @@ class EngineWeights(Struct):
 
 
 class WeightInfo(Struct):
-    weight_version: str  # the oldest of all engines
+    weight_version: str  # all engines' oldest version
     serial: int
-    stored: bool  # on all engines
-    updating: bool  # on any engine
+    stored: bool  # true on all engines
+    updating: bool  # true on any engine
     paused: bool  # all engines are
     engines: list[EngineWeights]
 
     @classmethod
     def of(cls, answers: Mapping[str, WeightState]) -> WeightInfo:
-        """Return the sum of the answers of one engine or more, by their ids."""
+        """Return the answers of one or more engines, added up, by their ids."""
         engines = [
             EngineWeights(engine, a.version, a.serial, a.stored, a.updating, a.paused)
             for engine, a in sorted(answers.items())

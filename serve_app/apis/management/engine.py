@@ -39,7 +39,7 @@ class ChaosQuery(RequestModel):
     role: Literal["engine", "runner"] = "engine"
 
 
-Kill = Callable[[str], Awaitable[dict[str, object]]]  # kills a process of a role; returns its engine and process id
+Kill = Callable[[str], Awaitable[dict[str, object]]]  # kills a process by role; returns engine and process id
 
 
 def engine_routes(models: Models, settings: HttpSettings, kill: Kill | None) -> list[Route]:

@@ -22,7 +22,7 @@ from serve_app.service.models import Models
 from serve_app.service.recorded import RecordedRequests
 from serve_app.settings import HttpSettings
 
-_MAX_ABORT_BYTES = 4 << 10  # of a body with one id
+_MAX_ABORT_BYTES = 4 << 10  # body with one id
 _MAX_ABORTED = 1024  # requests at once
 _RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -20,7 +20,7 @@ from serve_app.protocol.shapes import RequestModel, TokenId
 from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
-MAX_IDS = 1 << 18  # ids of one /detokenize, unless the model's context is longer
+MAX_IDS = 1 << 18  # ids in one /detokenize, unless the model's context is longer
 
 
 class TokenizeTextRequest(RequestModel):
@@ -86,7 +86,7 @@ def tokenization_routes(models: Models, settings: HttpSettings) -> list[Route]:
 
 
 def tokenize(models: Models, body: bytes) -> Tokenized | ContentTokens:
-    """Return the token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
+    """Return the token ids of a text or a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
     kind = parse(_Kind, body)
     if kind.content is not None and kind.messages is None:
@@ -115,7 +115,7 @@ def _content_tokens(models: Models, request: TokenizeContentRequest) -> ContentT
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Return the text of a token, or its bytes if these are a part of a character."""
+    """Return a token's text, or its bytes if these are a part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

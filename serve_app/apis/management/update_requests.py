@@ -35,7 +35,7 @@ _NewName = Annotated[VersionName, AfterValidator(_printable)]
 class InitTransferRequest(RequestModel):
     """POST /init_weight_transfer_engine."""
 
-    init_info: dict[str, Any]  # of vLLM: how the ranks find the trainer
+    init_info: dict[str, Any]  # vLLM's: how the ranks find the trainer
 
 
 class StartUpdateRequest(RequestModel):
@@ -52,7 +52,7 @@ class StartUpdateRequest(RequestModel):
 class UpdateWeightsRequest(RequestModel):
     """POST /update_weights."""
 
-    update_info: UpdateInfo  # of vLLM, or {"paths": [...]}: safetensors files and folders of them
+    update_info: UpdateInfo  # vLLM's, or {"paths": [...]}: safetensors files, or folders with such files
 
 
 class AdapterUpdate(RequestModel):
@@ -65,9 +65,9 @@ class AdapterUpdate(RequestModel):
 class FinishUpdateRequest(RequestModel):
     """POST /finish_weight_update."""
 
-    weight_version: _NewName | None = None  # name of the new weights; default: the number of their update
+    weight_version: _NewName | None = None  # the new weights' name; default: the number of their update
     wait_stored: bool | None = None  # answer when restarted engines would have them
-    kv: Literal["recompute", "keep"] | None = None  # of running requests; default: that of the pause, or recompute
+    kv: Literal["recompute", "keep"] | None = None  # running requests' KV; default: the pause's choice, or recompute
 
     def call(self) -> Finish:
         """Return the engines' call."""
@@ -82,7 +82,7 @@ class RenameRequest(RequestModel):
 
 
 def read_update(body: bytes) -> UpdateInfo:
-    """Return the checked update_info of a body; raises ApiError or FieldError.
+    """Return a body's checked update_info; raises ApiError or FieldError.
 
     A large model has tens of thousands of tensors, more values than pydantic checks at once."""
     try:

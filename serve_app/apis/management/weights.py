@@ -1,4 +1,4 @@
-"""Routes for trainers, in vLLM's form: pauses, and updates of the weights.
+"""Routes for trainers, in vLLM's form: pauses and weight updates.
 
     pause     requests wait, end or are aborted; then the engines compute no step
     start     an update is open, on all engines
@@ -72,9 +72,9 @@ _REFUSALS = {"busy": (409, "weights_busy"), "not_open": (409, "no_weight_update"
 class PauseQuery(RequestModel):
     """POST /pause."""
 
-    mode: Literal["abort", "wait", "finish", "keep"] = "abort"  # finish is another name of wait
-    clear_cache: Annotated[bool, Field(strict=False)] = True  # without effect: no block outlives its weights
-    kv: Literal["recompute", "keep"] = "recompute"  # of requests that go on with other weights
+    mode: Literal["abort", "wait", "finish", "keep"] = "abort"  # finish is another name for wait
+    clear_cache: Annotated[bool, Field(strict=False)] = True  # ignored: no block outlives its weights
+    kv: Literal["recompute", "keep"] = "recompute"  # KV of requests that continue with other weights
     # Without a call about weights for this long, the pause ends; default: trainer_timeout_s.
     lease_s: Annotated[float | None, Field(gt=0, le=MAX_LEASE_S, strict=False)] = None
 

@@ -71,7 +71,7 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def line(
         self, model: ServedModel, text: str, reasoning: str = "", calls: Sequence[CallDelta] = ()
     ) -> dict[str, Any]:
-        """Return the fields of an answer, or of a line of a stream, without the fields of its end."""
+        """Return the fields of an answer, or of a stream's line, without the fields of its end."""
         head = {"model": model.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
         return head | self._content(text, {"thinking": reasoning} if reasoning else {}, calls)
 
@@ -127,7 +127,7 @@ class LineStream(EventStream):
         self._usage, self._times = ChoiceUsage(), Times()
         self._last = Delta(0)
         self._call: CallDelta | None = None  # not yet complete
-        self.keep_alive = self._line("")  # with an empty text, since clients parse every line
+        self.keep_alive = self._line("")  # a line with an empty text, since clients parse every line
 
     def events(self, deltas: list[Delta]) -> bytes:
         lines = []

@@ -22,10 +22,10 @@ from serve_app.service.model_card import ModelCard
 from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
-# The version of Ollama with these routes and fields; clients refuse older ones.
+# Ollama's version with these routes and fields; clients refuse older ones.
 VERSION = "0.12.11"
 _LAST = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-_ARCHITECTURE = "callboard"  # the head of the keys of `model_info`
+_ARCHITECTURE = "callboard"  # begins the keys in `model_info`
 
 
 class ShowRequest(RequestModel):
@@ -44,7 +44,7 @@ class PullRequest(ShowRequest):
     """POST /api/pull."""
 
     insecure: bool | None = None
-    stream: bool | None = None  # without an effect: the answer is one line
+    stream: bool | None = None  # ignored: the answer is one line
 
 
 _CHANGES = {  # routes that change Ollama's library, with their methods and what they would do

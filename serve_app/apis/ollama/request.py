@@ -38,7 +38,7 @@ class OllamaOptions(RequestModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Any = None  # a text or a list of texts
+    stop: Any = None  # a text or several texts
     num_predict: int | None = None  # 0 and below mean the rest of the context
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
@@ -79,9 +79,9 @@ class OllamaMessage(RequestModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[OllamaCall] | None = None  # of an assistant
-    tool_name: str | None = None  # of a tool: the function of this result
-    tool_call_id: str | None = None  # of a tool: the id of the call, if it has one
+    tool_calls: list[OllamaCall] | None = None  # an assistant's calls
+    tool_name: str | None = None  # the function that a tool's result comes from
+    tool_call_id: str | None = None  # the id of a tool's call, if it has one
     images: Annotated[Any, _NO_IMAGES] = None
 
 
@@ -147,7 +147,7 @@ class OllamaRequest(RequestModel):
     think: _Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_output_tokens: int | None = None  # another name of options.num_predict
+    max_output_tokens: int | None = None  # another name for options.num_predict
     keep_alive: Duration | None = None  # idle time until the model sleeps; -1 for ever
 
     def check(self) -> None:
@@ -272,7 +272,7 @@ class _PendingCalls:
             self._of[name].append(call_id)
 
     def next(self, name: str | None) -> str | None:
-        """Return the first pending call of a function, or of any function if `name` is None."""
+        """Return a function's first pending call, or any function's if `name` is None."""
         ids = self._of[name]
         while ids and ids[0] in self._done:
             ids.popleft()

@@ -109,7 +109,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
 
 
 class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
-    """Scores of pairs of texts: a classifier's probability, or the cosine of embeddings."""
+    """Scores for pairs of texts: a classifier's probability, or the embeddings' cosine."""
 
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
     operation = Operation("How well texts match", Scores, (ScoreRequest,), WHOLE_ANSWERS)
@@ -167,9 +167,9 @@ def _most(request: PooledFields, model: ServedModel) -> tuple[int, int | None]:
 def _input_ids(
     request: PooledFields, value: str | list[int], model: ServedModel, where: str, is_content: bool = False
 ) -> list[int]:
-    """Return the token ids of one input; raises FieldError or ApiError. Special tokens in contents are plain text.
+    """Return one input's token ids; raises FieldError or ApiError. Special tokens in contents are plain text.
 
-    A truncated text keeps the special tokens at its end, since a vector is often that of the last token."""
+    A truncated text keeps the special tokens at its end, since a vector is often the last token's."""
     (limit, most), tokenizer = _most(request, model), model.tokenizer
     if isinstance(value, list):
         ids, num_end = value, 0

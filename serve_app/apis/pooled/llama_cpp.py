@@ -38,7 +38,7 @@ class LlamaEmbeddingRequest(EmbeddingRequest):
 
 
 class LlamaEmbeddingEndpoint(PooledEndpoint[LlamaEmbeddingRequest]):
-    """Vectors of one text or several, each in a list of its own."""
+    """Vectors for one text or several, each in its own list."""
 
     paths, request_type, id_prefix = ("/embedding", "/embeddings"), LlamaEmbeddingRequest, "embd-"
     operation = Operation(

@@ -32,7 +32,7 @@ _MANY_NUMBERS = 1 << 14  # slow to encode as JSON
 
 
 def pooled_routes(models: Models, settings: HttpSettings) -> list[Route]:
-    """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
+    """Return all endpoints' routes; the OpenAPI document leaves out aliases."""
     routes: list[Route] = []
     for endpoint in (*POOLED_ENDPOINTS, OllamaEmbedEndpoint(), OllamaEmbeddingEndpoint(), LlamaEmbeddingEndpoint()):
         handlers = [PooledRoute(models, endpoint, settings) for _ in endpoint.paths]  # metrics count by handler

@@ -21,7 +21,7 @@ from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 
 _TEXTS_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-_EVENTS = {  # of an item's text
+_EVENTS = {  # events for an item's text
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
@@ -34,10 +34,10 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class _OpenItem:
     """The output item that grows now: reasoning, a message or a function call."""
 
-    fields: dict[str, Any]  # of its object, without the text
-    pieces: list[str] = field(default_factory=list)  # of its text or arguments
-    logprobs: list[bytes] = field(default_factory=list)  # of a message's text, as JSON
-    before_delta: bytes = b""  # start of the event of one more piece, up to its number
+    fields: dict[str, Any]  # its object's fields, without the text
+    pieces: list[str] = field(default_factory=list)  # pieces of its text or arguments
+    logprobs: list[bytes] = field(default_factory=list)  # log-probabilities of a message's text, as JSON
+    before_delta: bytes = b""  # start of the event for one more piece, up to its number
     after_number: bytes = b""
 
     @property
@@ -62,9 +62,9 @@ class _OpenItem:
 
 
 class ResponseBuilder:
-    """The response of one request.
+    """One request's response.
 
-    Reasoning, a message and calls are items of the output. Each item ends before the next one begins."""
+    Reasoning, a message and calls are output items. Each item ends before the next one begins."""
 
     def __init__(self, prepared: PreparedRequest[ResponsesRequest], is_stored: bool, has_events: bool) -> None:
         self._prepared, self._has_events = prepared, has_events
@@ -72,8 +72,8 @@ class ResponseBuilder:
         self.error: ApiError | None = None
         self.output: list[dict[str, Any]] = []  # the items that are complete
         self._open: _OpenItem | None = None
-        self._scores: list[TokenLogprobs] = []  # of tokens without an item
-        self._num_skipped = 0  # tokens of reasoning that were removed from them
+        self._scores: list[TokenLogprobs] = []  # scores of tokens without an item
+        self._num_skipped = 0  # reasoning tokens that were removed from them
         self._usage, self._num_reasoning = ChoiceUsage(), 0
         self._fixed = _fixed_fields(prepared, is_stored)
         self._completed_at: int | None = None
@@ -209,9 +209,9 @@ class ResponseBuilder:
             self._events.append(item.before_delta + number + b',"delta":' + encode_json(text) + logprobs + b"}\n\n")
 
     def _take_scores(self) -> list[bytes]:
-        """Return the encoded log-probabilities of a text's new tokens, without tokens of reasoning.
+        """Return the encoded log-probabilities of a text's new tokens, without reasoning tokens.
 
-        Each is encoded once, since several final events and the response repeat all of them."""
+        Each is encoded once, since several final events and the response repeat them all."""
         num_reasoning = min(self._num_reasoning - self._num_skipped, len(self._scores))
         scores, self._scores = self._scores[num_reasoning:], []
         self._num_skipped += num_reasoning

@@ -74,9 +74,9 @@ class BuiltChoice(Delta):
 def _longest_that_fits(
     messages: list[ChatMessage], room: int, prompts_of: Callable[[list[ChatMessage]], Prompts]
 ) -> Prompts:
-    """Return the prompts of a conversation, without its oldest turns if it is too long.
+    """Return a conversation's prompts, without its oldest turns if it is too long.
 
-    Instructions stay. The rest starts with a message of the user."""
+    Instructions remain. The rest starts with a user message."""
 
     def without(start: int) -> list[ChatMessage]:
         return [message for message in messages[:start] if message.role in INSTRUCTING] + messages[start:]

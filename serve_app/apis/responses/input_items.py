@@ -36,7 +36,7 @@ _ID_PREFIXES = {
     "reasoning": "rs",
 }
 _ADDING = "additional_tools", "tool_search_output"
-# Items of tools that other servers run, and of their ways to shorten a conversation.
+# Items of tools that other servers run, and items that shorten a conversation there.
 _HOSTED = re.compile(
     r"\w+_(call|call_output|output|list_tools|approval_request|approval_response)|(context_)?compaction(_\w+)?"
     r"|item_reference|ghost_snapshot"
@@ -51,7 +51,7 @@ def _text(content: str | Sequence[TextPart | RefusalPart | OtherPart]) -> str:
 
 
 class _Item(RequestModel):
-    id: str | None = None  # of an item from a response
+    id: str | None = None  # set for an item from a response
 
 
 class InputMessage(_Item):
@@ -135,7 +135,7 @@ class HostedItem(_Item):
 
 
 def _output(output: Any) -> str | list[Any]:
-    """Return the output of another server's tool as a text, or as the parts that it consists of."""
+    """Return the output of another server's tool as a text, or as its parts."""
     parts = output if isinstance(output, list) else [output]
     try:
         return output if isinstance(output, str) else _PARTS.validate_python(parts)
@@ -221,14 +221,14 @@ def _turn(item: InputItem) -> tuple[str, Any]:
 
 
 def left_out(items: Sequence[InputItem]) -> list[str]:
-    """Return the kinds of items and of parts that the model does not see, safe for a header."""
+    """Return the kinds of items and parts that the model does not see, safe for a header."""
     seen = [(item.type, _seen(item)) for item in items]
     contents = (_turn(item)[1] for _, item in seen if item is not None)
     return kinds_in("input", (kind for kind, item in seen if item is None)) + unread("input", contents)
 
 
 def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
-    """Return the messages of a conversation. The items of one turn of the model form one message."""
+    """Return a conversation's messages. The items in one turn of the model form one message."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's open turn
     for each in items:

@@ -1,4 +1,4 @@
-"""Access to the stored responses of a Serve application's other fronts, by Ray calls.
+"""Access to stored responses in a Serve application's other fronts, by Ray calls.
 
 A response's id contains its front's id, from which the name of the front's actor follows.
 """
@@ -23,7 +23,7 @@ from serve_app.apis.responses.store import ResponseStore, gone
 from serve_app.protocol.errors import ApiError
 
 _ANSWER_S = 5.0  # even a busy front answers within milliseconds
-_LISTING_S = 1.0  # from one listing of Ray's actors to the next
+_LISTING_S = 1.0  # seconds between two listings of Ray's actors
 
 Answer = TypeVar("Answer")
 
@@ -34,11 +34,11 @@ class RayFronts:
     def __init__(self) -> None:
         self._id = serve.get_replica_context().replica_id
         self.own = self._id.unique_id
-        self._actors: dict[str, Any] = {}  # by front; of the fronts in the last listing
-        self._names: frozenset[str] = frozenset()  # of Serve's actors in the last listing
+        self._actors: dict[str, Any] = {}  # actors by front, in the last listing
+        self._names: frozenset[str] = frozenset()  # names of Serve's actors in the last listing
         self._listed_at = -_LISTING_S  # when the last listing began
         self._listing: asyncio.Task[None] | None = None  # scheduled or running
-        # A call of Ray waits for the head node, so it does not use a thread for requests.
+        # A Ray call waits for the head node, so it does not use a thread for requests.
         self._thread = ThreadPoolExecutor(1, "fronts")
 
     async def call(self, front: str, method: str, *args: Any) -> Any:

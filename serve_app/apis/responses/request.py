@@ -30,7 +30,7 @@ from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, te
 
 LOGPROBS = "message.output_text.logprobs"
 
-# Unsupported fields of this request, and fields of other requests.
+# Unsupported fields of this request, and other requests' fields.
 _INSTEAD = {
     "send input": "messages",
     "send max_output_tokens": "max_tokens max_completion_tokens",
@@ -146,12 +146,12 @@ class ResponsesRequest(SamplingFields):
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
         with RESPONSES.names.in_errors():
-            self.chat([]).check()  # without items
+            self.chat([]).check()  # checks the chat without items
         check_new(self.items())
 
     @cached_property
     def offered(self) -> OfferedTools:
-        """The tools of the request and of its items."""
+        """The request's tools, and its items' tools."""
         later = (tool for item in self.items() if isinstance(item, AddedTools) for tool in item.tools)
         return OfferedTools([*(self.tools or ()), *later])
 
@@ -198,7 +198,7 @@ class ResponsesRequest(SamplingFields):
         return _BLANK_CHAT.model_copy(update=shared | own)
 
 
-# A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.
+# A copy takes a tenth of the time of `model_construct`, which evaluates each field's default.
 _BLANK_CHAT = ResponsesChat.model_construct()
 
 # Fields with the same name and meaning in a chat.

@@ -42,14 +42,14 @@ from serve_app.settings import HttpSettings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LONG_BYTES = 8 << 10  # of a stored conversation; a longer one is parsed in a thread
+_LONG_BYTES = 8 << 10  # stored conversation size; a longer one is parsed in a thread
 
 
 class RetrieveQuery(RequestModel):
     """GET /v1/responses/{response_id}."""
 
     stream: Literal["true", "false"] | None = None
-    starting_after: Annotated[int, Field(ge=0, strict=False)] | None = None  # number of the last known event
+    starting_after: Annotated[int, Field(ge=0, strict=False)] | None = None  # the last known event's number
 
 
 class InputItemsQuery(RequestModel):

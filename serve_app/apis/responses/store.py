@@ -1,6 +1,6 @@
-"""The store of responses: each front stores its own, and reads others by calls of their fronts.
+"""The response store: each front stores its own responses, and reads others by calls to their fronts.
 
-The id of a response names its front. A response is removed at the first of these events:
+A response's id names its front. A response is removed at the first of these events:
 
 - its time is over
 - newer responses need its memory, and its owner uses more memory than any other owner
@@ -28,23 +28,23 @@ from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.settings import HttpSettings
 
 _ID = re.compile(r"resp_([A-Za-z0-9]+)_[A-Za-z0-9._:-]+")
-_ENTRY_BYTES = 1 << 10  # of an entry, beside its texts
+_ENTRY_BYTES = 1 << 10  # an entry's bytes besides its texts
 _REFERENCE_BYTES = 8
-_ITEM_BYTES = 256  # of an item, beside its text: Python's objects for it
-_EVENT_BYTES = 64  # of an event, beside its text
+_ITEM_BYTES = 256  # an item's bytes besides its text: Python's objects for it
+_EVENT_BYTES = 64  # an event's bytes besides its text
 _PAGE_BYTES = 1 << 20  # events that a reader receives at once
 _BUSY_RETRY_S = 1.0
-MAX_ITEMS = 20_000  # of a continued conversation
-_POLL_S = 0.05  # between two calls of another front for a running response's events
+MAX_ITEMS = 20_000  # items in a continued conversation
+_POLL_S = 0.05  # seconds between two calls to another front for a running response's events
 
 
 class Fronts(Protocol):
     """The fronts of the application."""
 
-    own: str  # the id of this one
+    own: str  # this front's id
 
     async def call(self, front: str, method: str, *args: Any) -> Any:
-        """Return the result of a method of another front's ResponseStore; raises ApiError, a 404 if the front ended."""
+        """Return a method's result from another front's ResponseStore; raises ApiError, a 404 if the front ended."""
 
 
 class OneFront:
@@ -76,14 +76,14 @@ class StoredResponse:
 
     owner: str
     is_background: bool
-    num_input: int  # of `items`
+    num_input: int  # number of input items in `items`
     items: list[_SharedItem]  # the conversation with its answer
     body: bytes = b""  # JSON after its end
-    expires_at: float = 0.0  # of the monotonic clock
-    events: list[bytes] | None = None  # all events of a background stream; None without a stream
+    expires_at: float = 0.0  # monotonic clock
+    events: list[bytes] | None = None  # a background stream's events; None without a stream
     builder: ResponseBuilder | None = None  # until its end
     task: asyncio.Task[None] | None = None
-    num_bytes: int = 0  # of `body` and `events`
+    num_bytes: int = 0  # bytes in `body` and `events`
     grown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -93,22 +93,22 @@ class _Shelf:
 
     ended: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
     items: dict[bytes, _SharedItem] = field(default_factory=dict)
-    num_bytes: int = 0  # of running responses too
+    num_bytes: int = 0  # includes running responses
     num_running: int = 0
 
 
 class ResponseStore:
-    """The responses of one front. One thread calls its methods.
+    """One front's responses. One thread calls its methods.
 
-    Conversations of an owner share their items, so repeated items are stored once."""
+    An owner's conversations share their items, so repeated items are stored once."""
 
     def __init__(self, settings: HttpSettings, front: str = OneFront.own) -> None:
         self.front = front
         self._max_bytes, self._life_s = settings.response_store_bytes, settings.response_life_s
         self._running: dict[str, StoredResponse] = {}
         self._ended: dict[str, StoredResponse] = {}
-        self._shelves: dict[str, _Shelf] = {}  # by owner
-        self._num_bytes = 0  # of all shelves
+        self._shelves: dict[str, _Shelf] = {}  # shelves by owner
+        self._num_bytes = 0  # bytes on all shelves
 
     def stores(self, request: ResponsesRequest) -> bool:
         """Return whether the response is stored; raises FieldError if it must be but cannot."""
@@ -131,7 +131,7 @@ class ResponseStore:
         """Store a new background response; raises the 429 without memory for it."""
         stored = self._new(prepared)
         self._make_room()
-        if self._num_bytes > self._max_bytes:  # of running responses alone
+        if self._num_bytes > self._max_bytes:  # running responses alone exceed it
             self._release(stored)
             text = "The responses that are made in the background fill the store of this front; come back later."
             raise ApiError(429, text, code="response_store_full", retry_after_s=_BUSY_RETRY_S)
@@ -303,7 +303,7 @@ class StoredResponses:
         self.store, self._fronts = store, fronts
 
     async def call(self, method: str, response_id: str, owner: str, *args: Any) -> Any:
-        """Return the result of a method of the store with a response; raises ApiError and FieldError."""
+        """Return a method's result from the store with a response; raises ApiError and FieldError."""
         front = _front_of(response_id)
         if front == self.store.front:
             return getattr(self.store, method)(response_id, owner, *args)

@@ -1,4 +1,4 @@
-"""The tools of /v1/responses: functions, custom tools and namespaces of both, and their translation to a chat's."""
+"""The tools of /v1/responses: functions, custom tools and namespaces with both, and their translation to a chat's."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class OfferedTools:
 
     def __init__(self, tools: Iterable[NamespaceTool | FunctionTool | FlatCustomTool | HostedTool]) -> None:
         self.flat: list[AnyTool | HostedTool] = []
-        self.namespaces: dict[str, tuple[str, str]] = {}  # namespace and name of a flat name
+        self.namespaces: dict[str, tuple[str, str]] = {}  # (namespace, name) by flat name
         self._by_name: dict[str, AnyTool] = {}
         for tool in tools:
             if not isinstance(tool, NamespaceTool):

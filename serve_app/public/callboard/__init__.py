@@ -5,8 +5,8 @@ from callboard import LLM, SamplingParams
 for answer in LLM("Qwen/Qwen3-0.6B").generate(["Once upon a time"], SamplingParams(max_tokens=64)):
     print(answer.text)
 
-Callboard's packages `runtime`, `actors` and `serve_app` are found in their own place, even beside a `runtime.py` of
-yours. After `import callboard` these names are Callboard's in the whole process.
+Callboard's packages `runtime`, `actors` and `serve_app` are found in their own place, even next to your own
+`runtime.py`. After `import callboard` these names are Callboard's in the whole process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _report_ctrl_c(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 if os.path.basename("".join(sys.argv[:1])) == "callboard" or (sys.argv[:1] == ["-m"] and "callboard" in sys.orig_argv):
-    sys.excepthook = _report_ctrl_c  # in the command alone, and before other modules load
+    sys.excepthook = _report_ctrl_c  # set only in the command, before other modules load
 
 __all__ = [
     "LLM",
@@ -72,7 +72,7 @@ _PLACES = {  # name -> the module that has it; loaded with the first use
 
 def _find_own_packages() -> None:
     """Call `find_own_packages` of `runtime/start.py`, which a plain import would look for on the user's path."""
-    folder = os.path.dirname(os.path.realpath(__file__))  # beside the packages in an install, below them in a checkout
+    folder = os.path.dirname(os.path.realpath(__file__))  # next to the packages in an install, below them in a checkout
     while not os.path.isfile(place := os.path.join(folder, "runtime", "start.py")):
         if folder == (folder := os.path.dirname(folder)):
             raise ImportError(f"{__file__} lies apart from Callboard's other packages; install it again.")

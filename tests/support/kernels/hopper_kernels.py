@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from triton.runtime.jit import JITFunction
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
+from benchmarks.kernels.random_weights import random_weight  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.base.model.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.base.types import SamplingParams  # noqa: E402
@@ -55,8 +54,6 @@ from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized.activations import quantize_fp8_triton  # noqa: E402
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton  # noqa: E402
 from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear  # noqa: E402
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, quantized_weight  # noqa: E402
-from runtime.kernels.quantized.upcast import E2M1  # noqa: E402
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton  # noqa: E402
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
@@ -66,6 +63,7 @@ from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.states.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
+from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.gpu.graph_runner import DecodeShape  # noqa: E402
@@ -81,12 +79,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
 # Attention of gpt-oss, as fields of a spec.
-_SINKS: dict[str, Any] = {"num_heads": 64, "head_dim": 64, "sinks": True, "window": 128, "sliding": (True,)}
+_SINKS: dict[str, Any] = {"num_heads": 64, "head_dim": 64, "sinks": True, "window": 128}
 # (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
 # other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
 # head sizes; 80 covers all sizes that are padded to 128.
-# A layer with heads of 256, and one with heads of 512.
-GEMMA_4 = {"num_layers": 2, "sliding": (True, False), "shared_kv_layers": 0, "shared_kv_ffn_size": 0}
+# Layers with heads of 256, and one with heads of 512.
+GEMMA_4 = {"num_layers": 6}
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (256,)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -155,20 +153,6 @@ def splits_words(kernel: Any) -> bool:
     return not found
 
 
-def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
-    """A weight without data in a form of FORMS."""
-    form = FORMS[name]
-    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
-    row_bytes = size_in // 2 if dtype == torch.uint8 else size_in
-    codes = torch.empty((size_out, row_bytes), dtype=dtype, device=META)
-    groups = -(-size_in // form.group) if form.group else 1
-    scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
-    return quantized_weight(
-        form.code, codes, scales, scales if form.minimums else None, group_size=form.group, scale_rows=form.scale_rows,
-        table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
-    )  # fmt: skip
-
-
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
     """Layers of the formats that are dequantized differently, with numbers of rows."""
     for size_out, size_in, names, rows in (
@@ -176,7 +160,7 @@ def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]
         (4096, 14336, ["int8", "int4"], (8, 16, 128, 512)),
     ):
         for name in names:
-            layer = QuantizedLinear(weight_of(name, size_out, size_in), None, "silu", False)
+            layer = QuantizedLinear(random_weight(name, size_out, size_in, "meta"), None, "silu", False)
             yield f"{name} {size_out}x{size_in}", layer, rows
 
 
@@ -191,7 +175,7 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
         encode = partial(quantize_fp8_weight_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
         yield f"fp8 of 64x{size_in} torch.bfloat16", encode
     for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
-        whole = weight_of("fp8-block" if block else "fp8", size_out, size_in)
+        whole = random_weight("fp8-block" if block else "fp8", size_out, size_in, "meta")
         for rows in (16, 32, 64, 256, 512):
             x, residual = quantize_fp8_triton(inputs(rows, size_in)), inputs(rows, size_out)
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
@@ -203,7 +187,7 @@ def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     numbers_of = {"int8": (16, 64, 128, 256), "int8-g128": (64, 256), "int4": (16, 64), "int4-minimums": (32, 64)}
     for name, numbers in numbers_of.items():
         for size_out, size_in in ((28672, 4096), (4096, 14336)):
-            layer = Int16Linear(weight_of(name, size_out, size_in), None, "silu")
+            layer = Int16Linear(random_weight(name, size_out, size_in, "meta"), None, "silu")
             for rows in numbers:
                 run = partial(layer.add_to, inputs(rows, size_out), inputs(rows, size_in))
                 yield f"{name} by digits, {size_out}x{size_in} torch.bfloat16, {rows} rows", run
@@ -219,7 +203,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("mxfp4", False, (1, 4, 60, 256)), ("nvfp4", False, (1, 16, 256)), ("nf4", False, (256,)),
         ("int8", False, (1, 60, 256)), ("int8-g128", False, (4, 256)), ("int4", True, (1, 4, 16, 60)),
     ):  # fmt: skip
-        pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
+        pair = random_weight(form, 2 * ffn, hidden, "meta"), random_weight(form, hidden, ffn, "meta")
         kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
         mixture = kind(spec, router, [pair] * 17, "silu", deterministic)
         for rows in numbers:
@@ -231,7 +215,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         ExpertsSpec(256, 8, True, scores="sigmoid", choice_bias=True, groups=8, top_groups=4, group_score="top2"),
     )
     for (form, rows), own in itertools.product((("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 256), ("fp8", 16)), routed):
-        pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
+        pair = random_weight(form, 2 * ffn, hidden, "meta"), random_weight(form, hidden, ffn, "meta")
         linear = FusedLinear(
             inputs(own.num_experts, hidden), inputs(1, own.num_experts)[0], "silu", deterministic=False
         )
@@ -330,8 +314,8 @@ def layers_with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "gate of attention", partial(gate_output_triton, inputs(64, 4096), inputs(64, 4096))
 
 
-def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> tuple[torch.Tensor]:
-    return (torch.empty(shapes[name], dtype=dtype, device=META),)
+def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
+    return held_dense(name, torch.empty(shapes[name], dtype=dtype, device=META))
 
 
 def line_of(kernel: Any) -> dict[str, Any]:
@@ -364,7 +348,7 @@ def main() -> None:
 
     for model, changed, dtype, deterministic, batches in SERVED:
         of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}
-        spec = replace(spec_of(model), **{"num_layers": 1, "vocab_size": VOCAB_SIZE} | of_spec)
+        spec = changed(spec_of(model), **{"num_layers": 1, "vocab_size": VOCAB_SIZE} | of_spec)
         kind = "deterministic" if deterministic else "default"
         name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)

@@ -1,6 +1,5 @@
 """Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -10,7 +9,6 @@ import torch
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.reports import Verified
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
@@ -23,8 +21,9 @@ from runtime.worker.sources import DummySource
 from tests.support.engine.fake_runner import Recorded
 from tests.support.engine.whole import whole_draft
 from tests.support.models.runner_driver import Driver, tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
-SPEC = DecoderSpec(
+SPEC = dense_spec(
     num_layers=2,
     hidden_size=96,
     num_heads=3,
@@ -34,9 +33,9 @@ SPEC = DecoderSpec(
     vocab_size=131,
     max_positions=256,
     norm_eps=1e-5,
-    qk_norm=True,
+    qk_norm="head",
 )
-SHALLOW = replace(SPEC, num_layers=1)  # for tests of plans, not of models
+SHALLOW = changed(SPEC, num_layers=1)  # for tests of plans, not of models
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),

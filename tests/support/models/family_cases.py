@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.models import load_spec
+from tests.support.models.specs import changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -330,7 +330,6 @@ SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             "ffn_bias": True,
             "activation": "swiglu_clamped",
-            "activation_limit": 7.0,
             "experts": ExpertsSpec(9, 3, False, scores="softmax_of_chosen", router_bias=True),
         },
     ),
@@ -346,7 +345,7 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
     """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
     if case in SPECS:
         case, of_config, of_spec = SPECS[case]
-        return replace(spec_of(case, **of_config | changes), **of_spec)
+        return changed(spec_of(case, **of_config | changes), **of_spec)
     kind, own = CASES[case]
     ending = "ForConditionalGeneration" if kind in WITH_IMAGES else "ForCausalLM"
     architecture = _MODELS.get(kind) or kind.replace("Config", ending)

@@ -1,14 +1,12 @@
 """Engines of small models with recurrent states or windows, in deterministic mode. Any history must give the answers of
 a request that runs alone."""
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
-from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
@@ -16,28 +14,27 @@ from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from tests.support.engine.fake_runner import FixedShare, Recorded
 from tests.support.models.runner_driver import tiny_runner
+from tests.support.models.specs import changed, dense_spec
 
-DELTA = DecoderSpec(
-    num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
-    max_positions=512, norm_eps=1e-6, qk_norm=True, output_gate=True, tied_head=True,
-    mixer=DeltaRuleSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4), stateful=(True, True, False),
-)  # fmt: skip
-CONV = replace(DELTA, output_gate=False, mixer=ShortConvSpec(channels=48, width=3), stateful=(True, False, True))
-# As published: heads of 128, of attention of 256.
-WIDE = replace(
-    DELTA, hidden_size=256, num_heads=4, head_dim=256, ffn_size=512, vocab_size=4099,
-    mixer=DeltaRuleSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4),
-)  # fmt: skip
-WINDOWS = DecoderSpec(
+WINDOWS = dense_spec(
     num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
-    max_positions=512, norm_eps=1e-6, window=40, sliding=(True, True, False, True), tied_head=True,
+    max_positions=512, norm_eps=1e-6, window=(40, 40, 0, 40), tied_head=True,
 )  # fmt: skip
+_HYBRID = changed(WINDOWS, num_layers=3, window=0, qk_norm="head")
+_DELTA_RULE = DeltaRuleSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
+_CONV = ShortConvSpec(channels=48, width=3)
+DELTA = changed(_HYBRID, output_gate=True, mixer=(_DELTA_RULE, _DELTA_RULE, None))
+CONV = changed(_HYBRID, mixer=(_CONV, None, _CONV))
+_WIDE = DeltaRuleSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4)
+# As published: heads of 128, of attention of 256.
+WIDE = changed(DELTA, hidden_size=256, head_dim=256, ffn_size=512, vocab_size=4099, mixer=(_WIDE, _WIDE, None))
 # As gpt-oss: windows of 128 in every other layer, and eight heads of 64 that share keys.
-SINKS = replace(WINDOWS, num_heads=16, head_dim=64, window=128, sliding=(True, False, True, False), sinks=True)
+SINKS = changed(WINDOWS, num_heads=16, head_dim=64, window=(128, 0), sinks=True)
 # Groups of two shapes; the last two layers read the keys and values of layers 2 and 3.
-SHAPES = replace(
-    WINDOWS, num_layers=6, sliding=(True, True, False, True, False, True), qk_norm=True, v_norm=True, full_kv_heads=1,
-    full_head_dim=48, keys_as_values=True, shared_kv_layers=2, layer_embed_size=8, layer_factors=True,
+SHAPES = changed(
+    WINDOWS, num_layers=6, window=(40, 40, 0, 40, 0, 40), num_kv_heads=(2, 2, 1, 2, 1, 2), qk_norm="head", v_norm=True,
+    head_dim=(16, 16, 48, 16, 48, 16), keys_as_values=(False, False, True, False, True, False),
+    kv_source=(None, None, None, None, 2, 3), embed_size=8, has_factor=True,
 )  # fmt: skip
 SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS, "shapes": SHAPES}
 SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 16

@@ -14,7 +14,7 @@ from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
 from runtime.kernels.cpu.experts.expert_product import expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
-from runtime.kernels.cpu.linear.dense_weight import DenseWeight, dense_weight
+from runtime.kernels.cpu.linear.dense_weight import packed_blocks
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
@@ -25,7 +25,7 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 class _HeadMap:
     """A map of each head: [num_heads * size_out, size_in], multiplied like the experts of a mixture."""
 
-    weight: DenseWeight | InterleavedWeight
+    weight: torch.Tensor | InterleavedWeight  # blocks of a dense weight
     addresses: torch.Tensor  # int64 [num_heads, n]: tensors of each head, as the kernel reads them
     size_in: int
     size_out: int
@@ -34,14 +34,8 @@ class _HeadMap:
 def _head_map(weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _HeadMap:
     """The map of a weight [num_heads * size_out, size_in]."""
     size_out, size_in = weight.shape[0] // num_heads, weight.shape[1]
-    stored: DenseWeight | InterleavedWeight
-    tensors: list[torch.Tensor | None]
-    if isinstance(weight, InterleavedWeight):
-        stored, shared = weight, (weight.minimums, weight.super_scales, weight.super_minimums)
-        tensors = [weight.values, weight.scales, *shared, None]  # without a bias
-    else:
-        stored = dense_weight(weight)
-        tensors = [stored.values, None]
+    stored = packed_blocks(weight) if isinstance(weight, torch.Tensor) else weight
+    tensors = [*((stored,) if isinstance(stored, torch.Tensor) else stored.tensors), None]  # without a bias
     words = [
         [0 if each is None else each.data_ptr() + head * (each.nbytes // num_heads) for each in tensors]
         for head in range(num_heads)
@@ -134,7 +128,7 @@ class CompiledLatents:
             return
         unit = gcd(x.stride(0), x.stride(1))  # numbers of x between two rows that the kernel can name
         x_rows = _rows_of_heads(num_tokens, num_heads, x.stride(0) // unit, x.stride(1) // unit)
-        function = kernel(expert_dense_product, dtype=weight.values.dtype, **constants)
+        function = kernel(expert_dense_product, dtype=weight.dtype, **constants)
         sizes = num_blocks, size_in, unit, out.stride(1)
         launcher.launch(function, (head_map.addresses, starts, x_rows, out_rows, x, out, *sizes), parts)
 

@@ -173,7 +173,6 @@ def _weights_of(layer: CompiledLinear) -> list[tuple[_Group, tuple[torch.Tensor 
     assert isinstance(layer, InterleavedLinear)
     found, at = list[tuple[_Group, tuple[torch.Tensor | None, ...]]](), 0
     for part, bias in zip(layer.parts, layer.biases, strict=True):
-        shared = part.scales, part.minimums, part.super_scales, part.super_minimums
-        found.append((_Group(part.form, at, len(part.values), bias is not None), (part.values, *shared, bias)))
+        found.append((_Group(part.form, at, len(part.values), bias is not None), (*part.tensors, bias)))
         at += part.shape[0]
     return found

@@ -5,7 +5,7 @@ Rows are float32 between kernels; a model in another dtype converts at the borde
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,16 @@ from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 
 
+class Around(NamedTuple):
+    """What the layers of a model compute around their products."""
+
+    launcher: Launcher
+    norm: Norm
+    activate: Activate
+    activation: Activation
+    gated: bool
+
+
 class CompiledLinear(Linear):
     """A layer that first prepares the rows for its product, in one pass with the norm or the activation before it."""
 
@@ -23,11 +33,9 @@ class CompiledLinear(Linear):
     size_out: int
     is_whole: bool  # the product consists of whole blocks, so it may be added to a residual
 
-    def __init__(
-        self, launcher: Launcher, norm: Norm, activate: Activate, activation: Activation, gated: bool
-    ) -> None:  # fmt: skip
-        super().__init__(None, norm, activate)
-        self.launcher, self.activation, self.is_gated = launcher, activation, gated
+    def __init__(self, around: Around) -> None:
+        super().__init__(None, around.norm, around.activate)
+        self.launcher, self.activation, self.is_gated = around.launcher, around.activation, around.gated
 
     @abstractmethod
     def prepared(

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.cpu.linear.activations import float_rows
-from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
+from runtime.kernels.cpu.linear.compiled_linear import Around, CompiledLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
-from runtime.kernels.cpu.linear.dense_weight import DenseWeight
+from runtime.kernels.cpu.linear.dense_weight import packed_blocks
 from runtime.kernels.cpu.linear.weight_form import ROWS
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import RowAdapters
-from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.kernels.norm.gated_activation import Activation
+from runtime.kernels.llvm.launcher import kernel
 
 _MANY_ROWS = 128  # from which the conversion of a weight pays
 
@@ -23,19 +22,14 @@ class DenseLinear(CompiledLinear):
 
     def __init__(
         self,
-        weight: DenseWeight,
+        weight: torch.Tensor,  # float32 [size_out, size_in]
         bias: torch.Tensor | None,
-        launcher: Launcher,
-        norm: Norm,
-        activate: Activate,
-        activation: Activation,
-        gated: bool,
+        around: Around,
     ) -> None:
-        super().__init__(launcher, norm, activate, activation, gated)
-        self.values, self.size_out = weight.values, weight.size_out
-        num_blocks, self.size_in, _ = self.values.shape
+        super().__init__(around)
+        self.values, (self.size_out, self.size_in) = packed_blocks(weight), weight.shape
         self.is_whole = self.size_out % ROWS == 0
-        self.bias = None if bias is None else F.pad(bias.float(), (0, num_blocks * ROWS - len(bias))).contiguous()
+        self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % ROWS)).contiguous()
 
     def multiply(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         out = self.launcher.buffer(name, len(rows), len(self.values) * ROWS)

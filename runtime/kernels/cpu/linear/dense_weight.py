@@ -1,8 +1,7 @@
-"""DenseWeight: a dense weight as compiled kernels read it."""
+"""Dense weights as compiled kernels read them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -15,16 +14,10 @@ _AT_ONCE = 1 << 22  # numbers that are compared at once
 _FIRST = 1 << 12  # of them; they show most weights that need float32
 
 
-@dataclass(frozen=True, slots=True)
-class DenseWeight:
-    """Blocks of 16 outputs, column after column, in the smallest dtype that holds all numbers exactly."""
+def packed_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """A copy [blocks, size_in, 16] of a float32 weight [size_out, size_in], in the smallest dtype that is exact.
 
-    values: torch.Tensor  # [blocks, size_in, 16]; numbers of missing outputs are zeros
-    size_out: int
-
-
-def dense_weight(weight: torch.Tensor) -> DenseWeight:
-    """A copy of a float32 weight [size_out, size_in]."""
+    Blocks of 16 outputs lie column after column. Numbers of missing outputs are zeros."""
     from runtime.kernels.cpu.linear.pack import pack_dense  # imports llvmlite, which only CPUs need
 
     (size_out, size_in), weight = weight.shape, weight.contiguous()
@@ -33,7 +26,7 @@ def dense_weight(weight: torch.Tensor) -> DenseWeight:
     pack_dense(weight, values[:whole])
     if rest := size_out % ROWS:
         pack_dense(F.pad(weight[-rest:], (0, 0, 0, ROWS - rest)), values[whole:])
-    return DenseWeight(values, size_out)
+    return values
 
 
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -77,8 +77,7 @@ def int_product_torch(x: torch.Tensor, weight: InterleavedWeight, activation_bit
 def lookup_torch(weight: InterleavedWeight, ids: torch.Tensor) -> torch.Tensor:
     """Dequantized rows of a weight: ids [n] -> float32 [n, K]. The twin of the native lookup."""
     blocks, places = ids // ROWS, ids % ROWS
-    shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
-    scales, *more = (None if tensor is None else tensor[blocks] for tensor in shared)
+    scales, *more = (None if tensor is None else tensor[blocks] for tensor in weight.tensors[1:])
     assert scales is not None
     shape = len(ids) * ROWS, weight.shape[1]
     own = InterleavedWeight(weight.form, shape, weight.values[blocks], scales, *more)

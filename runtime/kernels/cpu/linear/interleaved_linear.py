@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from runtime.kernels.cpu.linear.activations import quantize_rows
-from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
+from runtime.kernels.cpu.linear.compiled_linear import Around, CompiledLinear
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
-from runtime.kernels.linear.linear_torch import Activate, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.kernels.norm.gated_activation import Activation
 
 _FEW_ROWS, _MANY_ROWS = (1,), (4, 2, 1)  # numbers of rows that share a read of the weight
 
@@ -26,14 +24,10 @@ class InterleavedLinear(CompiledLinear):
         self,
         parts: Sequence[InterleavedWeight],
         bias: torch.Tensor | None,
-        launcher: Launcher,
-        norm: Norm,
-        activate: Activate,
-        activation: Activation,
-        gated: bool,
+        around: Around,
         num_limbs: int = 2,  # 2 for int16 activations, 1 for int8
     ) -> None:
-        super().__init__(launcher, norm, activate, activation, gated)
+        super().__init__(around)
         self.parts, self.num_limbs = tuple(parts), num_limbs
         self.size_in, self.size_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
         # Kernels write whole blocks of 16 outputs, so parts between others must consist of them.
@@ -78,8 +72,8 @@ class InterleavedLinear(CompiledLinear):
         )
         num_blocks = len(part.values)
         arguments = (
-            part.values, part.scales, part.minimums, part.super_scales, part.super_minimums, rows.limbs, rows.scales,
-            rows.sums, bias, out[:, at:], num_rows, num_blocks, num_chunks, out.shape[1],
+            *part.tensors, rows.limbs, rows.scales, rows.sums, bias, out[:, at:], num_rows, num_blocks, num_chunks,
+            out.shape[1],
         )  # fmt: skip
         work = num_rows * num_blocks * num_chunks * ROWS * COLUMNS
         self.launcher.launch(function, arguments, self.launcher.parts(num_blocks, work))

@@ -15,26 +15,14 @@ Scales lie beside the values: 16 for each group of columns, one for each row. No
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from runtime.kernels.cpu.linear import weight_memory
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, E2M1_VALUES, QUAD, ROWS, WeightForm
-
-
-class RowMajorWeight(NamedTuple):
-    """A weight [N, K] before it is interleaved. Its rows can be joined with others of the same form."""
-
-    form: WeightForm
-    values: torch.Tensor  # uint8 [N, K], one value a byte; indices with form.is_e2m1
-    scales: torch.Tensor  # form.scale_dtype [N, groups]
-    minimums: torch.Tensor | None = None  # like scales
-    super_scales: torch.Tensor | None = None  # float16 [N, super groups]
-    super_minimums: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +38,13 @@ class InterleavedWeight:
     super_minimums: torch.Tensor | None
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors in the order of kernels."""
+        return self.values, self.scales, self.minimums, self.super_scales, self.super_minimums
+
+    @property
     def nbytes(self) -> int:
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
 
 def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
@@ -64,34 +56,31 @@ def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
     return blocks * (columns // COLUMNS * form.chunk_bytes + numbers * (of_groups + of_supers))
 
 
-def interleave(weight: RowMajorWeight) -> InterleavedWeight:
-    """The weight in the layout of the kernels. K is a multiple of 32 and of the group size."""
-    return interleave_pieces([weight], len(weight.values))
+def interleave(form: WeightForm, pieces: Iterable[Sequence[torch.Tensor]], num_rows: int) -> InterleavedWeight:
+    """A weight of `num_rows` from consecutive pieces of its rows, as `row_major` returns them.
 
-
-def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> InterleavedWeight:
-    """A weight of `num_rows` from consecutive pieces of its rows; all but the last have a multiple of 16.
-
-    So a large weight needs little memory beside itself. Pieces may differ in the dtype of their scales."""
+    All but the last have a multiple of 16 rows; a large weight needs little memory beside itself. Pieces may differ in
+    the dtype of their scales, and may lack the factors."""
     from runtime.kernels.cpu.linear.pack import pack_values  # imports llvmlite, which only CPUs need
 
-    values, block, shared = torch.empty(0), 0, list[tuple[torch.Tensor | None, ...]]()
-    for piece in pieces:
-        form, num_columns = piece.form, piece.values.shape[1]
-        if not shared:
+    packed, block, parts = torch.empty(0), 0, list[list[torch.Tensor]]()
+    for values, *shared in pieces:
+        num_columns = values.shape[1]
+        if not parts:
             shape = -(-num_rows // ROWS), num_columns // COLUMNS, form.chunk_bytes
-            values = weight_memory.empty(shape, torch.uint8)
-        whole, missing = piece.values.contiguous(), -len(piece.values) % ROWS
+            packed = weight_memory.empty(shape, torch.uint8)
+        whole, missing = values.contiguous(), -len(values) % ROWS
         if missing:
             whole = F.pad(whole, (0, 0, 0, missing), value=form.stored_zero)
         num_blocks = len(whole) // ROWS
-        pack_values(whole, values[block : block + num_blocks], form.bits)
+        pack_values(whole, packed[block : block + num_blocks], form.bits)
         block += num_blocks
-        shared.append(tuple(_by_block(tensor) for tensor in piece[2:]))
-    scales, *more = (None if same[0] is None else _joined(same) for same in zip(*shared, strict=True))
-    assert scales is not None
-    form = form._replace(scale_dtype=scales.dtype)
-    return InterleavedWeight(form, (num_rows, num_columns), values, scales, *more)
+        parts.append([_by_block(tensor) for tensor in shared])
+    joined, count = [_joined(same) for same in zip(*parts, strict=True)], 1 + form.has_minimum
+    (scales, *minimums), factors = joined[:count], joined[count:]
+    form = form._replace(scale_dtype=scales.dtype, super_size=form.super_size if factors else 0)
+    more = [(*tensors, None)[0] for tensors in (minimums, factors[:1], factors[1:])]
+    return InterleavedWeight(form, (num_rows, num_columns), packed, scales, *more)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -101,10 +90,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), out=weight_memory.empty((rows, *parts[0].shape[1:]), dtype))
 
 
-def _by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _by_block(tensor: torch.Tensor) -> torch.Tensor:
     """[N, n] -> [ceil(N / 16), n, 16]."""
-    if tensor is None:
-        return None
     padded = F.pad(tensor, (0, 0, 0, -len(tensor) % ROWS))
     return padded.view(-1, ROWS, tensor.shape[1]).transpose(1, 2)
 
@@ -144,12 +131,12 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return quads | high << 4
 
 
-def row_major(weight: InterleavedWeight) -> RowMajorWeight:
-    """The inverse of `interleave`."""
-    shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
-    by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in shared]
-    assert by_row[0] is not None
-    return RowMajorWeight(weight.form, _stored_values(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
+def row_major(weight: InterleavedWeight) -> tuple[torch.Tensor, ...]:
+    """The weight before it was interleaved: values, scales, and if it has them minimums and the factors of both.
+
+    Values are uint8 [N, K], one a byte, or indices with form.is_e2m1; scales [N, groups]; factors [N, super groups]."""
+    shared = (t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in weight.tensors[1:] if t is not None)
+    return _stored_values(weight)[: weight.shape[0]], *shared
 
 
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
