@@ -30,7 +30,7 @@ def drawn_logprobs(
         vocab = scaled.shape[1]
         parts = zip(*(x.split(max(1, _AT_ONCE // vocab)) for x in (scaled, *filters)), strict=True)
         num_sorted = min(most_top_k or vocab, vocab)
-        bounds = torch.cat([top_k_top_p_bounds_torch(*part, num_sorted) for part in parts])
+        bounds = torch.cat([top_k_top_p_bounds_torch(rows, k, p, m, num_sorted) for rows, k, p, m in parts])
         # A drawn token survives by definition: rounding must not exclude it here.
         scaled.masked_fill_(scaled < torch.minimum(bounds[:, None], own), -math.inf)
     own = log_softmax_rows(scaled).gather(1, token_ids[:, None]).squeeze(1)
