@@ -23,14 +23,7 @@ from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from runtime.base.plain_values import integer, integers, is_integer
 from runtime.base.pooling import POOLED, required_pooling
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
-from runtime.base.types import (
-    CallboardError,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess
 from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of

@@ -190,6 +190,19 @@ class Extras:
             if value is not None and value is not False and value != "":
                 raise CallboardError(f"This engine does not serve {name}; leave it out.")
 
+    def take(self, step: Step, result: StepResult, output: StepOutput) -> list[tuple[RequestState, FinishReason]]:
+        """Give extras a result and its reports of rows. Return the requests that end with a report."""
+        for on_result in self.on_result:
+            on_result(step, result)
+        ended = []
+        for number, report in result.reports:
+            row, reader = step.reported_rows.get(number), self.readers.get(type(report))
+            if row is None or reader is None or row.state.epoch != row.epoch:
+                continue  # its request ended or was preempted meanwhile (C3)
+            if reason := reader(row, report, output):
+                ended.append((row.state, reason))
+        return ended
+
     def _every(self, own: _Hook) -> tuple[_Hook, ...]:
         name = own.__name__
         return tuple(getattr(e, name) for e in self._all if getattr(type(e), name) is not getattr(Extra, name))

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from runtime.base.config import EngineConfig, ModelInfo
-from runtime.base.reports import Report, Verified
+from runtime.base.reports import Verified
 from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.extra import Culprit, Extra, Extras
 from runtime.core.kv_cache_manager import KVCacheManager
@@ -378,10 +378,8 @@ class Scheduler:
             )
         self.stats.steps += 1
         output = StepOutput([], [], [], {}, [])
-        for on_result in self.extras.on_result:
-            on_result(step, result)
-        if result.reports:
-            self._read(result.reports, step, output)
+        for state, reason in self.extras.take(step, result, output):
+            self._finish(state, reason, output)
         states, token_ids, sampled, end = output.states, output.token_ids, result.token_ids.tolist(), 0
         logprobs_at = {at: row for row, at in enumerate(result.logprob_rows.tolist())}
         for state, epoch, drafts in step.sampled_rows:
@@ -414,18 +412,6 @@ class Scheduler:
             elif len(tokens) >= state.next_block_end:
                 self.kv_cache.cache_full_blocks(state)
         return output
-
-    def _read(self, reports: list[tuple[int, Report]], step: Step, output: StepOutput) -> None:
-        """Give the reports of rows to their extras, then end the requests that end with them."""
-        ended: list[tuple[RequestState, FinishReason]] = []
-        for number, report in reports:
-            row, reader = step.reported_rows.get(number), self.extras.readers.get(type(report))
-            if row is None or reader is None or row.state.epoch != row.epoch:
-                continue  # its request ended or was preempted meanwhile (C3)
-            if reason := reader(row, report, output):
-                ended.append((row.state, reason))
-        for state, reason in ended:
-            self._finish(state, reason, output)
 
     def _without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
         """Handle a row without a sample: return why its request ends, or plan the row again."""

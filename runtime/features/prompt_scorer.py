@@ -24,7 +24,7 @@ from runtime.worker.ranks.split_logits import SplitLogits
 class _ScoredRow(NamedTuple):
     """A row of a scored prompt."""
 
-    number: int  # in the plan
+    number: int  # index in the plan
     slot: int
     start: int
     num_targets: int  # scored tokens: the successors of its own tokens, up to the last given one
@@ -84,7 +84,7 @@ class PromptScorer:
         work.reports.append(report)
 
     def _scored_rows(self, plan: StepPlan) -> list[_ScoredRow]:
-        """The rows with given tokens of scored prompts. A row of the last one alone has no target."""
+        """Return the rows with given tokens. A row without further given tokens lacks targets."""
         if not self.prompts:
             return []
         rows = []
@@ -96,9 +96,9 @@ class PromptScorer:
         return rows
 
     def _score(self, work: StepWork, rows: list[_ScoredRow]) -> list[torch.Tensor]:
-        """The columns of PromptScores for the targets of these rows, at least one."""
+        """Return the columns of PromptScores for all targets, at least one."""
         assert work.last is not None, "`needs` wants all states"
-        parts = []  # [2, n]: the indices of states to predict from, and the places of the tokens that follow
+        parts = []  # [2, n]: indices of states to predict from, and places of the tokens that follow
         for row in rows:
             begin = work.last[row.number] + 1 - work.plan.num_tokens[row.number]
             first = np.array([[begin], [row.slot * work.stride + row.start + 1]])

@@ -51,7 +51,7 @@ class Scripted(FakeEngine):
 
     @staticmethod
     def score(token_id: int, num_top: int) -> TokenLogprobs:
-        return TokenLogprobs(token_id, -token_id / 7, 2, tuple((token_id + k, -k / 3) for k in range(num_top)))
+        return TokenLogprobs(token_id, -token_id / 8, 2, tuple((token_id + k, -k / 4) for k in range(num_top)))
 
 
 async def plain(tokenizer: Tokenizer, request: CompletionRequest, engine: Scripted) -> dict:
