@@ -5,8 +5,8 @@ Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -135,6 +135,10 @@ class SamplingParams:
     def reports_prompt(self) -> bool:
         """True if each token of the prompt is computed for a report, without cached blocks."""
         return self.prompt_logprobs is not None or self.routed_experts
+
+    def without(self, effects: Set[Effect]) -> SamplingParams:
+        """Return a copy in which the parameters with these effects are neutral."""
+        return replace(self, **{f.name: f.neutral for f in table_of(type(self)).fields if f.effect in effects})
 
     def with_grammar(self, grammar: Grammar) -> SamplingParams:
         """Return a copy with another grammar. It skips the checks that `self` has passed."""
