@@ -22,14 +22,8 @@ from runtime.assembly.engine import build_engine, draft_client_of, speculation_o
 from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from runtime.base.plain_values import integer, integers, is_integer
 from runtime.base.pooling import POOLED, required_pooling
-from runtime.base.types import (
-    CallboardError,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from runtime.base.reports import Experts, Vector, one_of, prompt_entries
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess
 from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
@@ -97,6 +91,7 @@ class _Choice:
 
     def completion(self) -> Completion:
         done = self.sum
+        experts = one_of(done.reports, Experts)
         return Completion(
             self.request.token_ids,
             done.text,
@@ -104,13 +99,13 @@ class _Choice:
             self.reason,
             done.stop_reason,
             done.logprobs,
-            list(done.prompt_logprobs),
+            list(prompt_entries(done.reports, self.request.token_ids)),
             done.num_cached,
             done.reasoning,
             done.calls,
             self.error,
             self.request.seed,
-            done.routed_experts,
+            None if experts is None else experts.ids,
         )
 
 
@@ -119,13 +114,15 @@ class _Vector:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.pooled = b""
+        self.numbers = b""
         self.reason = FinishReason.NONE
         self.error = ""
 
     def take(self, output: RequestOutput) -> None:
         """Adds the output of a step."""
-        self.pooled, self.reason, self.error = output.pooled or b"", output.finish_reason, output.error
+        if (vector := one_of(output.reports, Vector)) is not None:
+            self.numbers = vector.numbers
+        self.reason, self.error = output.finish_reason, output.error
 
 
 _Owner = TypeVar("_Owner", _Choice, _Vector)  # of a request
@@ -352,7 +349,7 @@ class LLM:
         for at, vector in enumerate(done):
             if vector.error:
                 raise CallboardError(f"Prompt {at} has no vector: {vector.error}")
-        return [vector.pooled for vector in done]
+        return [vector.numbers for vector in done]
 
     def _add_pooled(self, ids: list[int], adapter: str) -> _Vector:
         vector = _Vector(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter))

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
+import numpy as np
 from msgspec import to_builtins
 
 from actors.client.batch import Batch, BatchEnd, Job, Results
@@ -37,6 +38,7 @@ from actors.wire.weight_calls import (
 )
 from runtime.base.config import ModelInfo
 from runtime.base.plain_values import integer, integers, is_integer, text
+from runtime.base.reports import Experts, PromptScores, one_of
 from runtime.base.types import CallboardError, RequestOutput, SamplingParams
 from runtime.core.requests import SEED_MASK, requests_of
 
@@ -392,7 +394,7 @@ def _checked(prompt: Prompt, info: ModelInfo) -> tuple[list[int], str]:
 
 
 def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
-    request = job.request
+    request, experts = job.request, one_of(output.reports, Experts)
     return Rollout(
         job.prompt_index,
         job.choice,
@@ -403,11 +405,13 @@ def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
         output.stop_token_id,
         output.logprobs,
         output.weight_versions,
-        output.routed_experts,
+        None if experts is None else experts.ids,
         output.num_cached,
         output.error,
     )
 
 
 def _scores_of(job: Job, output: RequestOutput) -> tuple[int, list[float], str]:
-    return job.prompt_index, [entry.logprob for entry in output.prompt_logprobs], output.error
+    scores = one_of(output.reports, PromptScores)
+    logprobs = [] if scores is None else np.frombuffer(scores.logprobs, np.float32).tolist()
+    return job.prompt_index, logprobs, output.error

@@ -28,9 +28,9 @@ from actors.wire.link_messages import (
     Done,
     FromEngine,
     FromFront,
+    FrontFigures,
     Heartbeat,
     Refused,
-    Report,
     SharedPrompts,
     Submit,
     Tokens,
@@ -195,7 +195,7 @@ class LinkServer:
                             continue
                         if isinstance(message, Heartbeat):
                             connection.send(message)
-                        elif isinstance(message, Report):
+                        elif isinstance(message, FrontFigures):
                             memory = message.figures.numbers.pop(MEMORY, {})
                             connection.memory = sum(memory.values())
                             connection.send(self._report(message.figures))
@@ -210,10 +210,10 @@ class LinkServer:
 
     def _message(
         self, connection: Connection, frame: bytearray
-    ) -> FromFront | GrammarUpdate | Heartbeat | Report | None:
+    ) -> FromFront | GrammarUpdate | Heartbeat | FrontFigures | None:
         """Decode a frame. A Submit that cannot be read is refused, since frames have their lengths: None."""
         try:
-            message: FromFront | GrammarUpdate | Heartbeat | Report = decode_from_front(frame)
+            message: FromFront | GrammarUpdate | Heartbeat | FrontFigures = decode_from_front(frame)
             if isinstance(message, GrammarUpdate):
                 connection.grammars.apply(message)
             elif isinstance(message, Submit):

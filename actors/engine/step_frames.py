@@ -36,17 +36,13 @@ class StepFrames:
             return
         touched, self._notified = self._notified, set()
         num_others, num_prompt = self._add_tokens(output, touched)
-        for state, num_draft_tokens, num_accepted in output.verified:
-            state.owner.connection.frame.verified.append((state.owner.number, num_draft_tokens, num_accepted))
-        for state, scores in output.prompt_logprobs:
-            state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
-            touched.add(state.owner.connection)
-        for state, vector in output.pooled:
-            self._add_start(state)
-            state.owner.connection.frame.pooled.append((state.owner.number, vector))
-            num_prompt += state.prompt_len
-        for state, experts in output.experts:
-            state.owner.connection.frame.experts.append((state.owner.number, experts))
+        for state, report in output.reports:
+            connection = state.owner.connection
+            connection.frame.reports.append((state.owner.number, report))
+            touched.add(connection)
+            if report.is_output:
+                self._add_start(state)
+                num_prompt += state.prompt_len
         self._meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
             self._finished(state, reason)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
 from runtime.base.config import ModelInfo
-from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.base.reports import Report
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams
 
 _MAX_CUTS = 10  # connections in a row that end without a new token; a request ends at this number
 
@@ -32,7 +33,7 @@ class ClientStream:
     request: Request
     on_engine: OnEngine
     received: array[int] = field(default_factory=lambda: array("i"))
-    prompt_scored: bool = False  # it has received its prompt's log-probabilities
+    answered: dict[str, Any] = field(default_factory=dict)  # its sampling parameters for the next engine, if others
     pending: RequestOutput | None = None  # not taken by the reader yet
     error: CallboardError | None = None
     link: StreamLink | None = None  # its engine; None before it is assigned and after it has ended
@@ -64,6 +65,15 @@ class ClientStream:
             versions.pop()
         if not versions or versions[-1][1] != version:
             versions.append((at, version))
+
+    def take_report(self, report: Report, sampled_at: float) -> None:
+        """Add a report to the output. It precedes the tokens of its step."""
+        output = self.output()
+        output.reports = [*output.reports, report.shifted(len(output.token_ids))]
+        self.answered |= report.answers
+        if report.is_output:
+            output.sampled_at = sampled_at
+        self.wake()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -103,10 +113,14 @@ class ClientStream:
 
     def submission(self) -> Request:
         """Return the request for its next engine, with the received tokens."""
-        if not self.received and not self.prompt_scored:
+        if not self.received and not self.answered:
             return self.request
-        params = replace(self.request.params, prompt_logprobs=None) if self.prompt_scored else self.request.params
-        return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
+        return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=self.params)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters for its next engine."""
+        return replace(self.request.params, **self.answered) if self.answered else self.request.params
 
     def suits(self, info: ModelInfo) -> bool:
         """True if an engine with this model continues like the last one: with equal numbers, to the same end."""

@@ -262,10 +262,10 @@ class EngineGroup:
 
     def _uses_cache(self, stream: ClientStream) -> bool:
         """True if an engine uses cached blocks for a stream's prompt; its KVCacheManager has the same rule."""
-        params, pooling = stream.request.params, self.info.pooling
+        params, pooling = stream.params, self.info.pooling
         if params.pooled:
             return pooling is not None and pooling.shares_prefixes
-        return params.prompt_logprobs is None or stream.prompt_scored
+        return not params.reports_prompt
 
     def _submit(self, stream: ClientStream, choice: Route) -> None:
         """Submit a stream to the chosen engine."""

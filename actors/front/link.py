@@ -33,9 +33,9 @@ from actors.wire.link_messages import (
     Follow,
     FromEngine,
     FromFront,
+    FrontFigures,
     Heartbeat,
     Refused,
-    Report,
     ResetPrefixCache,
     SharedPrompts,
     Sleep,
@@ -50,7 +50,7 @@ from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
 from runtime.base.config import ModelInfo
-from runtime.base.types import CallboardError, FinishReason, GrammarUpdate, Verified
+from runtime.base.types import CallboardError, FinishReason, GrammarUpdate
 from runtime.features.grammar_store import GrammarSender, request_by_key
 
 logger = logging.getLogger(__name__)
@@ -264,11 +264,11 @@ class EngineLink:
             return None
         asked = asyncio.get_running_loop().create_future()
         self._reports.append(asked)
-        self._send(Report(figures))
+        self._send(FrontFigures(figures))
         await asyncio.wait((asked,), timeout=_REPORT_S)
         return self._snapshot
 
-    def _send(self, message: FromFront | GrammarUpdate | Heartbeat | Report) -> None:
+    def _send(self, message: FromFront | GrammarUpdate | Heartbeat | FrontFigures) -> None:
         if self._connection is not None:  # else its streams have already left
             self._connection.transport.write(framed(encode(message)))
 
@@ -390,11 +390,9 @@ class EngineLink:
                 output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
                 output.first_sampled_at = sampled_at
                 output.num_expected = stream.num_expected
-        for number, num_draft_tokens, num_accepted in frame.verified:
+        for number, report in frame.reports:
             if (stream := streams.get(number)) is not None:
-                output = stream.output()
-                output.verified = output.verified or []
-                output.verified.append(Verified(len(output.token_ids), num_draft_tokens, num_accepted))
+                stream.take_report(report, sampled_at)
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:
@@ -406,18 +404,6 @@ class EngineLink:
             if i in frame.logprobs:
                 output.logprobs.append(frame.logprobs[i])
             stream.wake()
-        for number, scores in frame.prompt_logprobs:
-            if (stream := streams.get(number)) is not None:
-                stream.prompt_scored = True
-                stream.output().prompt_logprobs = scores.of(stream.request.token_ids[1:])
-                stream.wake()
-        for number, vector in frame.pooled:
-            if (stream := streams.get(number)) is not None:
-                output = stream.output()
-                output.pooled, output.sampled_at = vector, sampled_at
-        for number, experts in frame.experts:
-            if (stream := streams.get(number)) is not None:
-                stream.output().routed_experts = experts
         for ended in frame.ended:
             if (stream := streams.pop(ended.stream, None)) is not None:
                 stream.output().stop_token_id = ended.stop_token_id

@@ -1,10 +1,10 @@
 """The messages between a front and an engine on their link: msgpack, one message a frame (transport.py).
 
     front -> engine   Submit, Abort, AbortById, GrammarUpdate, Adapters, Follow, ResetPrefixCache, Sleep
-                      Pause, CancelPause, Heartbeat, Report
+                      Pause, CancelPause, Heartbeat, FrontFigures
     engine -> front   Tokens (at most one a step), Refused, Status
                       CacheUpdate (to followers: at most one a step and one in 20 ms)
-                      Heartbeat, Snapshot (answers a Report), Done (answers ResetPrefixCache, Sleep and Pause)
+                      Heartbeat, Snapshot (answers FrontFigures), Done (answers ResetPrefixCache, Sleep and Pause)
 
 A stream is one live request. The front chooses its number, which is unique on the connection. The transport keeps order
 and loses nothing while the connection lives. When it breaks, the engine aborts the connection's requests. The front
@@ -23,7 +23,8 @@ from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import Refusal, RefusalCode, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
-from runtime.base.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
+from runtime.base.reports import Report, TokenLogprobs
+from runtime.base.types import CallboardError, GrammarUpdate, Request
 from runtime.base.weight_version import WeightVersion
 from runtime.policy.engine_load import EngineLoad
 
@@ -148,14 +149,11 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     started: list[tuple[int, int, float, float]] = []  # (stream, cached tokens, s queued, s in prefill), once each
     logprobs: dict[int, TokenLogprobs] = {}  # key: index in the columns
     sampled_at: float = 0.0  # seconds on the engine's wall clock
-    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (stream, scores of its whole prompt), once a stream
-    verified: list[tuple[int, int, int]] = []  # (stream, draft tokens, accepted ones: its first tokens in this frame)
+    reports: list[tuple[int, Report]] = []  # (stream, report), before its tokens and its end
     accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): once when queued, once when admitted
-    pooled: list[tuple[int, bytes]] = []  # (stream, float32 vector of its prompt), before its end
-    experts: list[tuple[int, bytes]] = []  # (stream, int16 experts of its computed tokens), before its end
 
 
-class Report(msgspec.Struct, array_like=True, tag=8):
+class FrontFigures(msgspec.Struct, array_like=True, tag=8):
     """The front's counts since its last report. The answer is a Snapshot."""
 
     figures: MetricValues
@@ -269,7 +267,7 @@ class EngineLoading(CallboardError):
 FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | Sleep | Pause | CancelPause
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
-decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | Report).decode
+decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | FrontFigures).decode
 _decode_head = msgspec.msgpack.Decoder(_SubmitHead).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 

@@ -1,7 +1,7 @@
 """Engine and front metrics: names, types and buckets, and values that can be added up.
 
     front     counts per request, in one MetricValues for each engine
-        | Report, about once a second and when a client requests /metrics: the increase since the last one
+        | FrontFigures, about once a second and when a client requests /metrics: the increase since the last one
         v
     engine    counts per step; adds the reports of its fronts        -> Snapshot: all figures of this engine
 

@@ -37,7 +37,7 @@ def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
         PooledPrompts(info),
     ]
     if config.routed_experts:
-        extras.insert(0, ExpertReports(info))
+        extras.append(ExpertReports(info))
     if config.batching == "static":
         extras.append(StaticBatching())
     if config.policy == "sjf":

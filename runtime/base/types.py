@@ -5,15 +5,17 @@ Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal
 
 import msgspec
 
 from runtime.base.errors import CallboardError as CallboardError
 from runtime.base.plain_values import INT64
+from runtime.base.reports import Report
+from runtime.base.reports import TokenLogprobs as TokenLogprobs
 from runtime.base.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
@@ -129,6 +131,15 @@ class SamplingParams:
         num_ids = len(self.allowed_token_ids) + len(self.stop_token_ids) + len(self.logprob_token_ids)
         return 5 * num_ids + 14 * len(self.logit_bias) + 4 * sum(map(len, self.stop))
 
+    @property
+    def reports_prompt(self) -> bool:
+        """True if each token of the prompt is computed for a report, without cached blocks."""
+        return self.prompt_logprobs is not None or self.routed_experts
+
+    def without(self, effects: Set[Effect]) -> SamplingParams:
+        """Return a copy in which the parameters with these effects are neutral."""
+        return replace(self, **{f.name: f.neutral for f in table_of(type(self)).fields if f.effect in effects})
+
     def with_grammar(self, grammar: Grammar) -> SamplingParams:
         """Return a copy with another grammar. It skips the checks that `self` has passed."""
         copy = object.__new__(SamplingParams)
@@ -185,63 +196,6 @@ class Request:
         return TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position, in nats, of the model's raw distribution (before temperature)."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then further ones requested by id
-    sampling_logprob: float | None = None  # under the distribution that it was drawn from; None if not requested
-
-
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of m prompt tokens in columns, in the wire form: little-endian and in C order."""
-
-    ranks: bytes  # int32 [m]
-    logprobs: bytes  # float32 [m]
-    top_ids: bytes  # int32 [m, n]
-    top_logprobs: bytes  # float32 [m, n]
-
-    def of(self, token_ids: Sequence[int]) -> PromptScores:
-        """Return one entry for each of these m tokens."""
-        return PromptScores(self, token_ids)
-
-
-class PromptScores(Sequence[TokenLogprobs]):
-    """PromptLogprobs by token. An entry is made when it is read, because all entries of a long prompt take long."""
-
-    def __init__(self, columns: PromptLogprobs, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self._own = memoryview(columns.logprobs).cast("f"), memoryview(columns.ranks).cast("i")
-        self._top = memoryview(columns.top_ids).cast("i"), memoryview(columns.top_logprobs).cast("f")
-        self._num_top = len(columns.top_ids) // max(len(columns.ranks), 1)
-
-    def __len__(self) -> int:
-        return len(self._own[0])
-
-    @overload
-    def __getitem__(self, at: int) -> TokenLogprobs: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[TokenLogprobs]: ...
-    def __getitem__(self, at: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        i = range(len(self))[at]
-        top = slice(i * self._num_top, (i + 1) * self._num_top)
-        (logprobs, ranks), (top_ids, top_logprobs) = self._own, self._top
-        entries = tuple(zip(top_ids[top], top_logprobs[top], strict=True))
-        return TokenLogprobs(self._token_ids[i], logprobs[i], ranks[i], entries)
-
-
-class Verified(NamedTuple):
-    """Draft tokens that one step verified. The accepted ones are tokens `at` to `at + num_accepted` of an output."""
-
-    at: int
-    num_draft_tokens: int
-    num_accepted: int
-
-
 @dataclass(slots=True)
 class RequestOutput:
     """Tokens that one step added to one request, with their log-probabilities and times."""
@@ -254,15 +208,11 @@ class RequestOutput:
     num_cached: int = 0  # prompt tokens served from the prefix cache
     num_expected: int | None = None  # cached tokens that the router expected; None if it did not choose the engine
     error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
-    # All of them come with the first output, if requested. Entry i is about prompt token i + 1.
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
     queued_s: float = 0.0  # with the first token: time from the engine's queue to a slot
     prefill_s: float = 0.0  # with the first token: time from a slot to this token
     first_sampled_at: float = 0.0  # with the first token: its sampling time by the engine's wall clock
     sampled_at: float = 0.0  # sampling time of the last token here by the engine's wall clock; 0 without tokens
-    verified: list[Verified] | None = None  # in order; None without draft tokens
-    pooled: bytes | None = None  # vector of a pooled request, float32 little-endian; comes with its end
-    routed_experts: bytes | None = None  # int16 [num_tokens, layers, top_k], with the end; None if not requested.
+    reports: Sequence[Report] = ()  # in order
     # (index of an output token, version of the weights from there on), rising; empty without weight_updates
     weight_versions: Sequence[tuple[int, str]] = ()
 
@@ -277,7 +227,4 @@ class StepOutput:
     token_ids: list[int]
     finished: list[tuple[Any, FinishReason]]
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
-    prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, log-probabilities of prompt tokens 1, 2, ...)
-    pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state of a request that ended, float32 vector)
-    verified: list[tuple[Any, int, int]] = field(default_factory=list)  # (state, draft tokens, accepted) of a row
-    experts: list[tuple[Any, bytes]] = field(default_factory=list)  # (state of a request that ended, its experts)
+    reports: list[tuple[Any, Report]]  # (state, report), in order

@@ -12,17 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
+
+from runtime.base.reports import Report
 from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
-from runtime.core.step import Step
+from runtime.core.step import ReportedRow, Step
 
 # of a request: extras serve them
 OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")
-Ended = list[tuple[RequestState, FinishReason]]
+
+
+def end_of(numbers: bytes) -> FinishReason:
+    """Return the finish reason of a request with these float32 numbers as output: ERROR if one is not finite."""
+    return FinishReason.LENGTH if np.isfinite(np.frombuffer(numbers, np.float32)).all() else FinishReason.ERROR
 
 
 class Culprit(NamedTuple):
@@ -36,6 +43,7 @@ class Extra:
     """An addition to the engine. Each hook here is the core's own behaviour."""
 
     serves: ClassVar[frozenset[str]] = frozenset()  # the OPTIONAL_FIELDS that a request may set with this extra
+    reads: ClassVar[type[Report] | None] = None  # the kind of reports of rows that it takes
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         """The engine is constructed."""
@@ -118,9 +126,12 @@ class Extra:
 
     # ---- a result -------------------------------------------------------------------------------------------------
 
-    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
-        """A result arrives, before its tokens are committed. Return the requests that end with it."""
-        return []
+    def on_result(self, step: Step, result: StepResult) -> None:
+        """A result arrives, before its tokens are committed."""
+
+    def on_report(self, row: ReportedRow, report: Any, output: StepOutput) -> FinishReason:
+        """A report that this extra `reads` arrives. Return why its request ends; NONE to continue."""
+        return FinishReason.NONE
 
     def on_finish(self, state: RequestState, output: StepOutput) -> None:
         """A request ends with a result, after its last token. `on_end` follows."""
@@ -152,6 +163,7 @@ class Extras:
         self.on_lost, self.on_plan = self._every(core.on_lost), self._every(core.on_plan)
         self.on_result, self.on_verified = self._every(core.on_result), self._every(core.on_verified)
         self.on_finish = self._every(core.on_finish)
+        self.readers = {extra.reads: extra.on_report for extra in self._all if extra.reads is not None}
         # Questions: the first extra that overrides the hook answers.
         self.eviction_order, self.run_alone = self._first(core.eviction_order), self._first(core.run_alone)
         self.begin_step, self.on_idle = self._first(core.begin_step), self._first(core.on_idle)
@@ -177,6 +189,19 @@ class Extras:
             value = request.adapter if name == "adapter" else getattr(request.params, name)
             if value is not None and value is not False and value != "":
                 raise CallboardError(f"This engine does not serve {name}; leave it out.")
+
+    def take(self, step: Step, result: StepResult, output: StepOutput) -> list[tuple[RequestState, FinishReason]]:
+        """Give extras a result and its reports of rows. Return the requests that end with a report."""
+        for on_result in self.on_result:
+            on_result(step, result)
+        ended = []
+        for number, report in result.reports:
+            row, reader = step.reported_rows.get(number), self.readers.get(type(report))
+            if row is None or reader is None or row.state.epoch != row.epoch:
+                continue  # its request ended or was preempted meanwhile (C3)
+            if reason := reader(row, report, output):
+                ended.append((row.state, reason))
+        return ended
 
     def _every(self, own: _Hook) -> tuple[_Hook, ...]:
         name = own.__name__

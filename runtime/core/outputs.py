@@ -20,12 +20,8 @@ def outputs_by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
         output.token_ids.append(token)
         if i in step.logprobs:
             output.logprobs.append(step.logprobs[i])
-    for state, logprobs in step.prompt_logprobs:
-        output_of(state).prompt_logprobs = list(logprobs.of(state.request.token_ids[1:]))
-    for state, vector in step.pooled:
-        output_of(state).pooled = vector
-    for state, experts in step.experts:
-        output_of(state).routed_experts = experts
+    for state, report in step.reports:
+        output_of(state).reports = [*output_of(state).reports, report]
     for state, reason in step.finished:
         output = output_of(state)
         output.finish_reason, output.error = reason, NOT_FINITE if reason is FinishReason.ERROR else state.failure

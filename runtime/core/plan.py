@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Float32s, Int32s
-from runtime.base.types import CallboardError, GrammarUpdate, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.base.reports import Report, TokenLogprobs
+from runtime.base.types import CallboardError, GrammarUpdate, SamplingParams
 
 MAX_STEPS = 64  # steps of a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit
@@ -79,16 +80,14 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
 
 
 class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
-    """The samples of one plan's rows, in the order of rows and positions, and log-probabilities of prompt tokens."""
+    """The samples of one plan's rows, in the order of rows and positions, and reports."""
 
     step_id: int
     # [num_sampled], -1 for a failed or deferred sample. With non-finite logits, or a grammar at a limit, the request
     # alone fails (C9).
     token_ids: Int32s
-    # Log-probabilities are of m tokens. First come the sampled tokens of rows that request them: `logprob_rows` has
-    # their indices in token_ids. Then, for each row of a slot with prompt_logprobs, comes the prompt's own token after
-    # each of the row's tokens (num_targets).
-    logprob_rows: Int32s = EMPTY
+    # Log-probabilities of m sampled tokens, of the rows that request them.
+    logprob_rows: Int32s = EMPTY  # [m] index in token_ids
     ranks: Int32s = EMPTY  # [m] of the token, from 1
     logprobs: Float32s = np.zeros(0, np.float32)  # [m] of the token
     # The `num_best` best first, for the row that requests the most; then the tokens requested by id.
@@ -96,15 +95,13 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
     begun: tuple[int, int] = 0, 0  # outputs that began with a grammar, by its engine: lazy, eager
     failures: dict[int, str] = {}  # why a grammar cannot continue, by index in token_ids
-    pooled_rows: Int32s = EMPTY  # [k] indices in token_ids of tokens that stand for a vector
-    pooled: Float32s = np.zeros((0, 0), np.float32)  # [k, width] these vectors
     num_best: int = 0
     # Indices in token_ids that were not sampled, because the grammar's matcher is not ready: plan their rows again.
     deferred: Int32s = EMPTY
     # Of `logprob_rows`, under the distribution that each token was drawn from; [] if no row reports it.
     sampling_logprobs: Float32s = np.zeros(0, np.float32)
-    # [n, layers, top_k] of the n tokens of rows that report their experts, row after row
-    experts: NDArray[np.int16] = np.zeros((0, 0, 0), np.int16)
+    # (number, report): the number of the row that it is about. A number below 0 leaves it to `Extra.on_result`.
+    reports: list[tuple[int, Report]] = []
 
     def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
         """Return the log-probabilities of token `logprob_rows[at]` that its request's `params` request."""
@@ -117,23 +114,12 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
         drawn = float(self.sampling_logprobs[at]) if params.sampling_logprobs else None
         return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top.items()), drawn)
 
-    def prompt_logprobs(self, at: int, count: int, num_top: int) -> PromptLogprobs:
-        """Return the log-probabilities of `count` prompt tokens from the `at`-th on."""
-        rows = slice(len(self.logprob_rows) + at, len(self.logprob_rows) + at + count)
-        own, top = (self.ranks, self.logprobs), (self.top_ids[:, :num_top], self.top_logprobs[:, :num_top])
-        return PromptLogprobs(*(a[rows].tobytes() for a in (*own, *top)))
-
 
 def joined(results: list[StepResult]) -> StepResult:
     """Return the result of a plan from the results of its steps (`StepPlan.expanded`)."""
     token_ids = np.stack([result.token_ids for result in results], axis=1).reshape(-1)
     deferred = [at * len(results) + step for step, result in enumerate(results) for at in result.deferred.tolist()]
     return StepResult(results[0].step_id, token_ids, deferred=np.array(deferred, np.int32))
-
-
-def num_targets(start: int, count: int, num_given: int) -> int:
-    """Return the number of tokens scored by a row: the successors of its own tokens, up to the last given one."""
-    return max(0, min(start + count, num_given - 1) - start)
 
 
 def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:

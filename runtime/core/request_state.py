@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -29,10 +29,10 @@ class RequestState:
     """One live request. Extras keep records of their own."""
 
     __slots__ = (
-        "adapter", "block_hashes", "capacity", "epoch", "failure", "fills_cache", "first_unsent", "list_bytes",
-        "max_len", "may_resample", "next_block_end", "num_blocks", "num_cached", "num_computed", "num_final",
-        "num_total", "on_row", "only_scores", "owner", "params", "plan_limit", "prompt_len", "reads_cache", "request",
-        "slot", "sort_key", "status", "stop_ids", "tables", "tokens",
+        "adapter", "block_hashes", "capacity", "epoch", "failure", "fills_cache", "first_unsent", "has_reports",
+        "list_bytes", "max_len", "may_resample", "next_block_end", "num_blocks", "num_cached", "num_computed",
+        "num_final", "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len", "reads_cache",
+        "request", "slot", "sort_key", "status", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,7 @@ class RequestState:
         self.adapter = 0  # index of its adapter on the device; 0 for none
         self.reads_cache = self.fills_cache = True  # it takes cached blocks; its blocks become cached
         self.may_resample = False  # the row of its last known token may be planned again
-        self.on_row: Callable[[RequestState, int, int], None] | None = None  # called with start and count of each row
+        self.has_reports = False  # its rows may have reports
         # Set by a draft model: its requests run ahead of the final tokens (speculation/draft.py)
         self.plan_limit = max_len + self.only_scores  # no row is planned once `num_total` is this
         self.num_final = NEVER  # tokens that stay; only these are hashed (C5)

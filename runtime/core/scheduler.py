@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.reports import Verified
 from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.extra import Culprit, Extra, Extras
 from runtime.core.kv_cache_manager import KVCacheManager
@@ -377,9 +378,8 @@ class Scheduler:
             )
         self.stats.steps += 1
         output = StepOutput([], [], [], {}, [])
-        for on_result in self.extras.on_result:
-            for state, reason in on_result(step, result, output):
-                self._finish(state, reason, output)
+        for state, reason in self.extras.take(step, result, output):
+            self._finish(state, reason, output)
         states, token_ids, sampled, end = output.states, output.token_ids, result.token_ids.tolist(), 0
         logprobs_at = {at: row for row, at in enumerate(result.logprob_rows.tolist())}
         for state, epoch, drafts in step.sampled_rows:
@@ -430,7 +430,7 @@ class Scheduler:
             num_accepted = min(num_new, len(drafts))
         for position in range(num_accepted):
             self.stats.accepted_by_position[position] += 1
-        output.verified.append((state, len(drafts), num_accepted))
+        output.reports.append((state, Verified(0, len(drafts), num_accepted)))
         state.status = RequestStatus.RUNNING
         state.rewind()
         for on_verified in self.extras.on_verified:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,14 +18,24 @@ from runtime.core.request_state import RequestState
 SampledRow = tuple[RequestState, int, Sequence[int]]
 
 
+class ReportedRow(NamedTuple):
+    """A row of a request that may have reports."""
+
+    state: RequestState
+    epoch: int  # of the request, when the row was planned
+    start: int
+    num_tokens: int  # draft tokens included
+    num_drafts: int
+
+
 class Step:
     """Collects rows within a token budget. Adding a row advances its request."""
 
     __slots__ = (
         "_counts", "_draft_lens", "_draft_token_ids", "_grammars", "_kv_cache", "_new_bytes", "_num_samples", "_slots",
         "_starts", "admitted", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "num_sampled",
-        "num_steps", "num_tokens", "overtaking", "plan", "prompt_positions", "reaches_end", "rows", "sampled_rows",
-        "step_id",
+        "num_steps", "num_tokens", "overtaking", "plan", "prompt_positions", "reaches_end", "reported_rows",
+        "rows", "sampled_rows", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, kv_cache: KVCacheManager, budget: int) -> None:
@@ -37,6 +48,7 @@ class Step:
         self.overtaking: RequestState | None = None  # the short prompt that precedes a longer one
         self.rows: list[RequestState] = []
         self.sampled_rows: list[SampledRow] = []
+        self.reported_rows: dict[int, ReportedRow] = {}  # by their numbers
         self.reaches_end = False  # True if a row computes its request's last token
         self.num_steps = 1  # times that the plan is run
         self.admitted: list[RequestState] = []  # requests that get a slot with it
@@ -107,8 +119,9 @@ class Step:
             self.num_prompts += 1
             self.num_prompt_tokens += count
             self.prompt_positions += count * start
-        if state.on_row is not None:
-            state.on_row(state, start, count)
+        if state.has_reports:
+            row = ReportedRow(state, state.epoch, start, count + len(drafts), len(drafts))
+            self.reported_rows[len(self.rows) - 1] = row
         num_samples, is_last = 0, end == state.num_total
         if is_last:
             state.num_total += 1

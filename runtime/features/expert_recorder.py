@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from runtime.base.config import ModelInfo
+from runtime.base.reports import Experts
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.experts.moe_torch import Router
 from runtime.models.decoder import Decoder, Mlp
@@ -73,7 +74,8 @@ class ExpertRecorder:
         self._record(False)
 
         def report(result: StepResult) -> None:
-            result.experts = found.numpy().copy()
+            parts = np.split(found.numpy(), np.cumsum(plan.num_tokens[rows])[:-1])
+            result.reports += zip(rows.tolist(), (Experts(part.tobytes()) for part in parts), strict=True)
 
         work.reports.append(report)
 

@@ -6,25 +6,12 @@ first report of a position counts: the tokens after it were sampled with this ch
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import NamedTuple
-
 from runtime.base.config import ModelInfo
+from runtime.base.reports import Experts
 from runtime.base.types import CallboardError, FinishReason, StepOutput
-from runtime.core.extra import Culprit, Ended, Extra
-from runtime.core.plan import StepResult
+from runtime.core.extra import Extra
 from runtime.core.request_state import RequestState
-from runtime.core.step import Step
-
-
-class _Row(NamedTuple):
-    """A planned row of a request that reports experts."""
-
-    state: RequestState
-    epoch: int
-    start: int
-    num_tokens: int  # draft tokens included
-    num_drafts: int
+from runtime.core.step import ReportedRow
 
 
 class _Report:
@@ -37,50 +24,36 @@ class _Report:
 
 
 class ExpertReports(Extra):
-    """Serves `routed_experts`. It precedes the extras that may end a request in `on_result`."""
+    """Serves `routed_experts`."""
 
     serves = frozenset({"routed_experts"})
+    reads = Experts
 
     def __init__(self, info: ModelInfo) -> None:
         self._has_experts = info.routed_experts is not None
         layers, top_k = info.routed_experts or (0, 0)
         self._size = 2 * layers * top_k  # bytes of a token
         self._live: dict[RequestState, _Report] = {}
-        self._in_flight: dict[int, list[_Row]] = {}  # by the id of the step
 
     def on_add(self, state: RequestState) -> None:
         if state.params.routed_experts:
             if not self._has_experts:
                 raise CallboardError("This model has no experts to report; leave routed_experts out.")
             state.reads_cache = False  # the cache holds no choices
+            state.has_reports = True
             self._live[state] = _Report()
 
-    def on_plan(self, step: Step) -> None:
-        if not self._live:
-            return
-        drafts = {state: len(tokens) for state, _, tokens in step.sampled_rows}
-        columns = step.plan.num_computed.tolist(), step.plan.num_tokens.tolist()
-        rows = [
-            _Row(state, state.epoch, start, num_tokens, drafts.get(state, 0))
-            for state, start, num_tokens in zip(step.rows, *columns, strict=True)
-            if state.params.routed_experts
-        ]
-        if rows:
-            self._in_flight[step.step_id] = rows
-
-    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
-        at = 0
-        for state, epoch, start, num_tokens, num_drafts in self._in_flight.pop(step.step_id, ()):
-            found = result.experts[at : at + num_tokens]
-            at += num_tokens
-            if (report := self._live.get(state)) is None or state.epoch != epoch:
-                continue  # it ended or was preempted meanwhile (C3)
-            known = max(0, report.num_tokens - start)
-            self._add(report, found[known : num_tokens - num_drafts].tobytes())
-            report.drafts = found[max(known, num_tokens - num_drafts) :].tobytes() if num_drafts else b""
-            if report.num_tokens >= len(state.request.token_ids):
-                state.reads_cache = True  # a preemption need not report them again
-        return []
+    def on_report(self, row: ReportedRow, report: Experts, output: StepOutput) -> FinishReason:
+        """Store the choices of a row. Those for draft tokens wait until these are verified."""
+        if (live := self._live.get(row.state)) is None:
+            return FinishReason.NONE
+        known = max(0, live.num_tokens - row.start) * self._size
+        sure = max(known, (row.num_tokens - row.num_drafts) * self._size)
+        self._add(live, report.ids[known:sure])
+        live.drafts = report.ids[sure:] if row.num_drafts else b""
+        if live.num_tokens >= len(row.state.request.token_ids):
+            row.state.reads_cache = True  # a preemption need not report them again
+        return FinishReason.NONE
 
     def on_verified(self, state: RequestState, num_accepted: int, rejected: bool) -> None:
         if (report := self._live.get(state)) is not None:
@@ -96,11 +69,7 @@ class ExpertReports(Extra):
         """Report the choices with the end. The last sampled token has none, because no row computes it."""
         if (report := self._live.get(state)) is not None:
             num_tokens = len(state.tokens) - (not state.only_scores)
-            output.experts.append((state, b"".join(report.parts)[: num_tokens * self._size]))
+            output.reports.append((state, Experts(b"".join(report.parts)[: num_tokens * self._size])))
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
         self._live.pop(state, None)
-
-    def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
-        self._in_flight.clear()
-        return None

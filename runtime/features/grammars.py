@@ -7,8 +7,8 @@ fails alone if its grammar cannot continue.
 from __future__ import annotations
 
 from runtime.base.config import ModelInfo
-from runtime.base.types import CallboardError, FinishReason, StepOutput
-from runtime.core.extra import Ended, Extra
+from runtime.base.types import CallboardError, FinishReason
+from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
@@ -35,10 +35,9 @@ class Grammars(Extra):
                 )
             state.may_resample = True
 
-    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+    def on_result(self, step: Step, result: StepResult) -> None:
         self._stats.structured_lazy += result.begun[0]
         self._stats.structured_eager += result.begun[1]
-        return []
 
     def without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
         if at in result.deferred.tolist():

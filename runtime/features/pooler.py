@@ -14,6 +14,7 @@ import torch
 from runtime.base.arrays import Int32s
 from runtime.base.config import ModelInfo
 from runtime.base.pooling import Pooling
+from runtime.base.reports import Vector
 from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder
 from runtime.worker.extras import Needs, RunnerParts, StepWork
@@ -91,7 +92,7 @@ class Pooler:
         vectors = work.copies.download(self._pool(states, work, found))
 
         def report(result: StepResult) -> None:
-            result.pooled_rows, result.pooled = found, vectors.numpy().copy()
+            result.reports += zip(rows[found].tolist(), (Vector(v.tobytes()) for v in vectors.numpy()), strict=True)
 
         work.reports.append(report)
 

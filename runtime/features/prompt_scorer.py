@@ -6,18 +6,29 @@ slice of the step's tokens at a time: the logits of a whole prompt can be larger
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-from runtime.base.arrays import Int32s
 from runtime.base.config import ModelInfo
-from runtime.core.plan import EMPTY, NewSlot, StepPlan, num_targets
+from runtime.base.reports import PromptScores
+from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
 from runtime.worker.extras import Needs, RunnerParts, StepWork
-from runtime.worker.logprobs import Logprobs
 from runtime.worker.memory import MIN_LOGIT_ROWS
 from runtime.worker.ranks.split_logits import SplitLogits
+
+
+class _ScoredRow(NamedTuple):
+    """A row of a scored prompt."""
+
+    number: int  # index in the plan
+    slot: int
+    start: int
+    num_targets: int  # scored tokens: the successors of its own tokens, up to the last given one
+    num_top: int
 
 
 class PromptScorer:
@@ -51,38 +62,52 @@ class PromptScorer:
         self.prompts.pop(slot, None)
 
     def needs(self, plan: StepPlan) -> Needs:
-        if self.prompts:
-            for slot, start in zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True):
-                if slot in self.prompts and num_targets(start, 1, self.prompts[slot][0]):
-                    return Needs.ALL_STATES
-        return Needs.NOTHING
+        return Needs.ALL_STATES if self._scored_rows(plan) else Needs.NOTHING
 
     def begin(self, plan: StepPlan) -> None:
         pass
 
     def run(self, work: StepWork) -> None:
-        if self.prompts and work.last is not None and (where := self._find(work, work.last)).size:
-            found = self._score(work.hidden, work.tokens, work.copies.upload(where))
-            work.reports.append(found.downloaded(work.copies.download).report)
+        if not (rows := self._scored_rows(work.plan)):
+            return
+        scores = self._score(work, rows) if any(row.num_targets for row in rows) else ()
+        columns = [work.copies.download(column) for column in scores] or [torch.empty(0, 0)] * 4
 
-    def _find(self, work: StepWork, last: np.ndarray) -> Int32s:
-        """[2, n], row after row: the indices of hidden states to predict from, and the places of the tokens that
-        follow there, `slot * stride + position`."""
-        parts: list[np.ndarray] = []
-        plan = work.plan
-        rows = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, last)), strict=True)
-        for slot, start, count, end in rows:
-            if slot in self.prompts and (n := num_targets(start, count, self.prompts[slot][0])):
-                first = np.array([[end - count + 1], [slot * work.stride + start + 1]])
-                parts.append(first + np.arange(n))
-        return np.concatenate(parts, 1).astype(np.int32) if parts else EMPTY.reshape(2, 0)
+        def report(result: StepResult) -> None:
+            end = 0
+            for row in rows:
+                begin, end = end, end + row.num_targets
+                ranks, logprobs, *top = (column[begin:end].numpy() for column in columns)
+                parts = ranks, logprobs, *(column[:, : row.num_top] for column in top)
+                result.reports.append((row.number, PromptScores(*(part.tobytes() for part in parts))))
 
-    def _score(self, hidden: torch.Tensor, tokens: torch.Tensor, where: torch.Tensor) -> Logprobs:
-        """The log-probabilities of n tokens; `where` [2, n] int32 comes from `_find`."""
-        num_top = max(n for _, n in self.prompts.values())
+        work.reports.append(report)
+
+    def _scored_rows(self, plan: StepPlan) -> list[_ScoredRow]:
+        """Return the rows with given tokens. A row without further given tokens lacks targets."""
+        if not self.prompts:
+            return []
+        rows = []
+        columns = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens)), strict=True)
+        for number, (slot, start, count) in enumerate(columns):
+            num_given, num_top = self.prompts.get(slot, (0, 0))
+            if start < num_given:
+                rows.append(_ScoredRow(number, slot, start, min(start + count, num_given - 1) - start, num_top))
+        return rows
+
+    def _score(self, work: StepWork, rows: list[_ScoredRow]) -> list[torch.Tensor]:
+        """Return the columns of PromptScores for all targets, at least one."""
+        assert work.last is not None, "`needs` wants all states"
+        parts = []  # [2, n]: indices of states to predict from, and places of the tokens that follow
+        for row in rows:
+            begin = work.last[row.number] + 1 - work.plan.num_tokens[row.number]
+            first = np.array([[begin], [row.slot * work.stride + row.start + 1]])
+            parts.append(first + np.arange(row.num_targets))
+        where = work.copies.upload(np.concatenate(parts, 1).astype(np.int32))
+        num_top = max(row.num_top for row in rows)
         slices = []
-        for rows, follow in zip(*(w.split(self.slice_len) for w in where), strict=True):
-            logits = self.split.whole(self.decoder.logits(hidden.index_select(0, rows)).float())
-            slices.append(token_logprobs(logits, tokens.index_select(0, follow).long(), num_top))
+        for states, follow in zip(*(w.split(self.slice_len) for w in where), strict=True):
+            logits = self.split.whole(self.decoder.logits(work.hidden.index_select(0, states)).float())
+            slices.append(token_logprobs(logits, work.tokens.index_select(0, follow).long(), num_top))
         own, ranks, top_ids, top = (torch.cat(parts) for parts in zip(*slices, strict=True))
-        return Logprobs(EMPTY, top.shape[1], ranks, own, top_ids, top)
+        return [ranks.int(), own, top_ids.int(), top]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from runtime.base.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.base.reports import Report, TokenLogprobs
+from runtime.base.types import FinishReason, Request, RequestOutput
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.text.stream import NO_TEXT, NoText, StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
@@ -39,30 +40,25 @@ class Delta:
     finish_reason: Finish | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
     stop_reason: str | int | None = None  # the stop string or the stop id that ended the choice
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens except the first, if requested
-    verified: list[Verified] | None = None  # if there were draft tokens; the accepted ones are in this delta
+    reports: Sequence[Report] = ()  # in order
     reasoning: str = ""
     num_reasoning: int = 0  # tokens, of this delta and earlier ones, that are now known to be reasoning
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
     weight_versions: Sequence[WeightSpan] = ()  # of the whole choice, with its end; empty without weight_updates
-    routed_experts: bytes | None = None  # of all computed tokens, with the end; None if not requested
 
     def add(self, new: Delta) -> None:
-        if new.verified is not None:
-            at = len(self.token_ids)
-            self.verified = self.verified or []
-            self.verified += [verified._replace(at=at + verified.at) for verified in new.verified]
+        if new.reports:
+            num_tokens = len(self.token_ids)
+            self.reports = [*self.reports, *(report.shifted(num_tokens) for report in new.reports)]
         self.text += new.text
         self.token_ids += new.token_ids
         self.ends += new.ends
         self.logprobs += new.logprobs
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
         self.num_cached = max(self.num_cached, new.num_cached)
-        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
         self.reasoning += new.reasoning
         self.num_reasoning += new.num_reasoning
         self.weight_versions = new.weight_versions
-        self.routed_experts = new.routed_experts
         for call in new.calls:
             if call.name:
                 self.calls = [*self.calls, replace(call)]
@@ -104,7 +100,7 @@ class OutputProcessor:
     def process(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. A stop string or the last allowed call may end a choice before its engine
         does."""
-        stream, token_ids, logprobs, verified = self._text, output.token_ids, output.logprobs, output.verified
+        stream, token_ids, logprobs, reports = self._text, output.token_ids, output.logprobs, output.reports
         # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
         hides_last = output.finish_reason is FinishReason.STOP and not self._shows_stop
         text, ends = stream.push(token_ids[:-1] if hides_last else token_ids)
@@ -113,8 +109,7 @@ class OutputProcessor:
         if stream.stopped is not None:
             finish, stop_reason, num_used = "stop", stream.stopped, len(ends)  # later tokens are dropped
             token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
-            if verified is not None:
-                verified = [_within(v, num_used) for v in verified]
+            reports = [report.within(num_used) for report in reports]
         elif output.finish_reason:
             ends += [stream.num_chars] * (len(token_ids) - len(ends))
             text += stream.finish()
@@ -131,9 +126,7 @@ class OutputProcessor:
             finish,
             output.num_cached,
             stop_reason,
-            output.prompt_logprobs,
-            verified,
-            routed_experts=output.routed_experts,
+            reports,
         )
         if (parser := self._parser) is not None:
             delta.text, delta.reasoning, delta.calls = parser.push(text, finish is not None)
@@ -151,9 +144,3 @@ def _spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[WeightSpa
     ends = [start for start, _ in starts[1:]] + [num_tokens]
     spans = (WeightSpan(name, start, min(end, num_tokens)) for (start, name), end in zip(starts, ends, strict=True))
     return [span for span in spans if span.start < span.end]
-
-
-def _within(verified: Verified, num_used: int) -> Verified:
-    """Count only accepted draft tokens among the first `num_used` tokens: the others are not in the answer."""
-    at = min(verified.at, num_used)
-    return Verified(at, verified.num_draft_tokens, min(verified.num_accepted, num_used - at))

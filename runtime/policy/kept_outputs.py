@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from runtime.base.types import Request
+from runtime.base.sampling_fields import Effect, table_of
+from runtime.base.types import Request, SamplingParams
 from runtime.core.request_state import RequestState
 
 MAX_TOKENS = 1 << 20  # tokens in all kept requests, with their prompts
@@ -43,8 +44,7 @@ class KeptOutputs:
 
     def keep(self, request_id: str, state: RequestState, fingerprint: str) -> None:
         """Keep the output when a request ends early, unless more than tokens must be repeated."""
-        params = state.params
-        has_more = params.logprobs is not None or params.prompt_logprobs is not None or params.routed_experts
+        has_more = table_of(SamplingParams).has_effect(state.params, {Effect.REPORT})
         if not state.request.keeps_output or has_more or len(state.tokens) == state.prompt_len:
             return
         self._drop(request_id)

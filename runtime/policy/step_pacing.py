@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 
-from runtime.base.types import StepOutput
-from runtime.core.extra import Culprit, Ended, Extra
+from runtime.core.extra import Culprit, Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
@@ -90,10 +89,9 @@ class StepPacing(Extra):
     def on_plan(self, step: Step) -> None:
         self._planned_at[step.step_id] = self._clock()
 
-    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+    def on_result(self, step: Step, result: StepResult) -> None:
         planned_at = self._planned_at.pop(step.step_id)
         self.observe_step(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
-        return []
 
     def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
         self._planned_at.clear()

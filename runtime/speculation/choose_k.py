@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from runtime.base.config import MAX_DRAFT_TOKENS
-from runtime.base.types import FinishReason, StepOutput
-from runtime.core.extra import Ended, Extra
+from runtime.base.types import FinishReason
+from runtime.core.extra import Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
@@ -169,10 +169,9 @@ class Speculation(Extra):
     def on_idle(self) -> None:
         self.drafter.wait()
 
-    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+    def on_result(self, step: Step, result: StepResult) -> None:
         if self._clock is not None:
             self.observe_step(DecodeShape.of(step))
-        return []
 
     def planning_delay_s(self, step: Step) -> float:
         return 0.0  # draft tokens are requested right after a step ends

@@ -21,6 +21,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.sampling_fields import Effect
 from runtime.base.types import CallboardError, GrammarUpdate, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
@@ -182,10 +183,8 @@ class DraftCore:
 
     def _open(self, owner: Hashable, opened: OpenStream) -> None:
         self._num_opened += 1
-        params = opened.request.params
-        params = replace(params, logprobs=None, sampling_logprobs=False, prompt_logprobs=None, routed_experts=False)
-        if not self.keeps_grammars:
-            params = replace(params, grammar=None, thinking=None)
+        effects = {Effect.REPORT} if self.keeps_grammars else {Effect.REPORT, Effect.GRAMMAR}
+        params = opened.request.params.without(effects)
         request = replace(opened.request, request_id=str(self._num_opened), params=params)
         try:
             state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))

@@ -33,7 +33,7 @@ from runtime.models.decoder import Decoder
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
-Report = Callable[[StepResult], None]  # writes one output into the result, once the step's data is on the host
+ReportWriter = Callable[[StepResult], None]  # writes one output into the result, once the step's data is on the host
 
 
 class Needs(IntEnum):
@@ -70,7 +70,7 @@ class StepWork:
     logits: torch.Tensor = _NOTHING  # [num_samples, vocab], of a rank its part
     token_ids: torch.Tensor = _NOTHING  # [num_samples]
     masks: TokenMasks | None = None  # of the samples
-    reports: list[Report] = field(default_factory=list)  # in the order in which they write into the result
+    reports: list[ReportWriter] = field(default_factory=list)
 
 
 class StepExtra(Protocol):

@@ -11,7 +11,7 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.models.decoder import Decoder
-from runtime.worker.extras import MaskSource, Report, StepExtra
+from runtime.worker.extras import MaskSource, ReportWriter, StepExtra
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.slot_sampling import SlotSampling
 
@@ -72,7 +72,7 @@ class Steps(ABC):
                 self.cache.states.copy(new.snapshot, new.state)
 
 
-def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[Report]) -> StepResult:
+def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[ReportWriter]) -> StepResult:
     """The result of a step, from token ids and reports with their data on the host."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
     for report in reports:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from runtime.base.types import TokenLogprobs
+from runtime.base.reports import PromptScores, TokenLogprobs, Verified, all_of
 from runtime.output.processor import Delta
 from runtime.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def routed_experts(found: bytes, shape: tuple[int, int]) -> str:
 
 def num_scores(deltas: Iterable[Delta]) -> int:
     """Return the number of positions with log-probabilities."""
-    return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
+    return sum(len(delta.logprobs) + sum(map(len, all_of(delta.reports, PromptScores))) for delta in deltas)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class ChoiceUsage:
     def add(self, delta: Delta) -> None:
         self.num_output += len(delta.token_ids)
         self.num_cached = max(self.num_cached, delta.num_cached)
-        for verified in delta.verified or ():
+        for verified in all_of(delta.reports, Verified):
             self.num_draft_tokens += verified.num_draft_tokens
             self.num_accepted += verified.num_accepted
 

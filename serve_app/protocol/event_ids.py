@@ -14,7 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from random import Random
 
-from runtime.base.types import FinishReason, RequestOutput, Verified
+from runtime.base.reports import Report
+from runtime.base.types import FinishReason, RequestOutput
 from runtime.output.fields import invalid, shown
 from runtime.output.message_parser import MessageFormat
 from serve_app.protocol.errors import ApiError
@@ -102,34 +103,23 @@ async def by_token(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerat
 
 
 def _parts(output: RequestOutput) -> Iterator[RequestOutput]:
-    num_tokens = len(output.token_ids)
-    if output.prompt_logprobs and num_tokens:  # they may also arrive alone
-        yield replace(output, token_ids=[], logprobs=[], finish_reason=FinishReason.NONE, verified=None)
-        output = replace(output, prompt_logprobs=(), num_cached=0)
-    if num_tokens <= 1:
+    num_tokens, reports = len(output.token_ids), dict[int, list[Report]]()
+    for report in output.reports:
+        for at, own in report.by_token(num_tokens):
+            reports.setdefault(at, []).append(own)
+    if not num_tokens:
         yield output
-        return
-    verified = _verified_by_token(output)
+    elif -1 in reports:
+        yield replace(output, token_ids=[], logprobs=[], finish_reason=FinishReason.NONE, reports=reports[-1])
+        output = replace(output, num_cached=0)
     for i in range(num_tokens):
         part = replace(
             output,
             token_ids=output.token_ids[i : i + 1],
             logprobs=output.logprobs[i : i + 1],
-            verified=verified[i] or None,
+            reports=reports.get(i, ()),
             num_cached=output.num_cached if i == 0 else 0,
         )
         if i < num_tokens - 1:
             part.finish_reason, part.stop_token_id, part.error = FinishReason.NONE, None, ""
-            part.routed_experts = None
         yield part
-
-
-def _verified_by_token(output: RequestOutput) -> list[list[Verified]]:
-    """Return the verified draft tokens of each token; rejected ones count for the token after the accepted ones."""
-    found: list[list[Verified]] = [[] for _ in output.token_ids]
-    for at, num_draft_tokens, num_accepted in output.verified or ():
-        for i in range(at, at + num_accepted):
-            found[i].append(Verified(0, 1, 1))
-        if num_rejected := num_draft_tokens - num_accepted:
-            found[min(at + num_accepted, len(found) - 1)].append(Verified(0, num_rejected, 0))
-    return found

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from runtime.base.reports import Experts, one_of
 from runtime.output.processor import Delta
 from serve_app.protocol.answers import ChoiceUsage, encode_json, num_scores, routed_experts, usage
 from serve_app.protocol.errors import ApiError
@@ -48,8 +49,9 @@ class ChoiceRenderer(ABC):
             rest["seed"] = self._prepared.requests[self._index].seed
             if delta.weight_versions:
                 rest["weight_versions"] = delta.weight_versions
-            if delta.routed_experts is not None and (shape := self._prepared.model.info.routed_experts) is not None:
-                rest["routed_experts"] = routed_experts(delta.routed_experts, shape)
+            experts, shape = one_of(delta.reports, Experts), self._prepared.model.info.routed_experts
+            if experts is not None and shape is not None:
+                rest["routed_experts"] = routed_experts(experts.ids, shape)
         return rest | {"token_ids": delta.token_ids} if self._prepared.request.return_token_ids else rest
 
 

@@ -6,6 +6,7 @@ import secrets
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic
 
+from runtime.base.reports import prompt_entries
 from runtime.output.processor import Delta
 from serve_app.protocol.answers import ChoiceUsage, encode_json, prompt_logprobs
 from serve_app.protocol.errors import ContextExceeded, PromptSize
@@ -95,7 +96,8 @@ def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
     """Return the fields about the prompt of a choice that the request wants."""
     request, found = prepared.request, dict[str, Any]()
     if (num_top := request.prompt_logprobs) is not None:
-        found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.tokenizer, num_top)
+        entries = prompt_entries(choice.reports, prepared.requests[choice.index].token_ids)
+        found["prompt_logprobs"] = prompt_logprobs(entries, prepared.tokenizer, num_top)
     if request.shows_prompt_ids:
         found["prompt_token_ids"] = prepared.requests[choice.index].token_ids
     return found

@@ -18,6 +18,7 @@ from typing import Any
 from actors.wire.engine_client import EngineClient, EngineRefusal, Replaceable
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
+from runtime.base.reports import Vector, one_of
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
@@ -328,10 +329,10 @@ class Service:
                     seen.note(output)
                     if output.finish_reason > FinishReason.LENGTH:
                         raise failure(output, None)
-                    if output.pooled is not None:
+                    if (vector := one_of(output.reports, Vector)) is not None:
                         seen.reason = "stop"
                         self.metrics.delivered(seen)
-                        return output.pooled
+                        return vector.numbers
         raise ApiError(500, "The engine ended a prompt without its vector.", code="engine_error")
 
     @contextmanager

@@ -14,9 +14,9 @@ from actors.wire import transport
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import (
     AbortById,
+    FrontFigures,
     Heartbeat,
     Refused,
-    Report,
     SharedPrompts,
     Submit,
     Tokens,
@@ -221,7 +221,7 @@ async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monk
         replica.send(encode(Submit(1, request(1, max_tokens=400), resumed=False)))
         await eventually(lambda: engine.loop.stats()["running"] == 2)
         monkeypatch.setattr(engine.loop.links, "_report", lambda figures: 1 / 0)
-        replica.send(encode(Report(MetricValues())))
+        replica.send(encode(FrontFigures(MetricValues())))
         await eventually(lambda: engine.loop.stats()["connections"] == 1)
         assert engine.loop.stats()["streams"] == [1]
     assert "division by zero" in caplog.text

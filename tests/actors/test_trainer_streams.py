@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from runtime.base.reports import Experts, one_of, prompt_entries
 from runtime.base.types import FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import sequential, sequential_experts, sequential_scores
 from tests.support.engine.links import INFO, Engine, eventually, link_to
@@ -30,9 +31,11 @@ def routed(i: int) -> Request:
 async def read(link, request: Request) -> tuple:
     """Tokens, end, scores and experts; the latter come with the end."""
     outputs = [output async for output in link.generate(request)]
-    assert all(output.routed_experts is None for output in outputs[:-1])
-    tokens, scores = [t for o in outputs for t in o.token_ids], [s for o in outputs for s in o.prompt_logprobs]
-    return tokens, outputs[-1].finish_reason, scores, outputs[-1].routed_experts
+    assert not any(one_of(output.reports, Experts) for output in outputs[:-1])
+    reports = [report for output in outputs for report in output.reports]
+    tokens, experts = [t for o in outputs for t in o.token_ids], one_of(reports, Experts)
+    scores = list(prompt_entries(reports, request.token_ids))
+    return tokens, outputs[-1].finish_reason, scores, experts and experts.ids
 
 
 def wanted(request: Request) -> tuple:

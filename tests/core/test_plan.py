@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.base.reports import Experts, PromptScores, Vector, Verified
 from runtime.base.types import CallboardError, Grammar, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
 
@@ -84,29 +85,29 @@ def test_cut_plan_is_refused(plan, cut):
         decode_plan(frame + b"x" * cut)
 
 
-@given(st.integers(0, 2**62), arrays, st.integers(0, 4), st.integers(0, 9), st.integers(0, 5), st.randoms())
-def test_result_survives_the_wire(step_id, token_ids, num_rows, num_scored, n, random):
-    m = num_rows + num_scored
+@given(st.integers(0, 2**62), arrays, st.integers(0, 9), st.integers(0, 5), st.randoms())
+def test_result_survives_the_wire(step_id, token_ids, m, n, random):
     ints = lambda *shape: np.array([random.randrange(2**31) for _ in range(int(np.prod(shape)))], np.int32)  # noqa: E731
+    columns = ints(m), ints(m).astype(np.float32), ints(m, n).reshape(m, n), ints(m, n).astype(np.float32).reshape(m, n)
+    scores = PromptScores(*(column.tobytes() for column in columns))
     result = StepResult(
         step_id,
         token_ids,
-        ints(num_rows),
         ints(m),
-        ints(m).astype(np.float32),
-        ints(m, n).reshape(m, n),
-        ints(m, n).astype(np.float32).reshape(m, n),
+        *columns,
         (random.randrange(9), random.randrange(9)),
         {i: f"Too long: é {i}." for i in range(random.randrange(3))},
-        sampling_logprobs=ints(num_rows).astype(np.float32),
-        experts=ints(num_scored, 2, n).astype(np.int16).reshape(num_scored, 2, n),
+        sampling_logprobs=ints(m).astype(np.float32),
+        reports=[(0, scores), (2, Vector(b"1234")), (2, Experts(b"12")), (5, Verified(3, 2, 1))],
     )
-    assert same(result, decode_result(encode_result(result)))
-    scores = result.prompt_logprobs(1, num_scored - 1, n).of(range(num_scored - 1)) if num_scored else []
-    for i, (token_id, logprob, rank, top, _) in enumerate(scores):
-        at = num_rows + 1 + i
-        assert (token_id, logprob, rank) == (i, result.logprobs[at], result.ranks[at])
-        assert top == tuple(zip(result.top_ids[at].tolist(), result.top_logprobs[at].tolist(), strict=True))
+    found = decode_result(encode_result(result))
+    assert same(result, found)
+    assert found.reports == result.reports
+    entries = found.reports[0][1].of(range(m)[::-1])
+    assert len(entries) == len(scores) == m
+    for i, (token_id, logprob, rank, top, _) in enumerate(entries):
+        assert (token_id, logprob, rank) == (m - 1 - i, result.logprobs[i], result.ranks[i])
+        assert top == tuple(zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True))
 
 
 def test_wrong_magic_is_refused():

@@ -156,12 +156,12 @@ def test_a_prompt_is_scored_by_one_version():
     update(core, runner, keeps_kv=True)
     scores = []
     while core.has_work:
-        scores += [columns for _, columns in core.step().prompt_logprobs]
+        scores += [report for _, report in core.step().reports]
     alone, other = engine(max_num_batched_tokens=4)
     other.weights = 1
     alone.add(req)
     expected = []
     while alone.has_work:
-        expected += [columns for _, columns in alone.step().prompt_logprobs]
+        expected += [report for _, report in alone.step().reports]
     assert scores == expected
     assert len(np.frombuffer(scores[0].logprobs, np.float32)) == 8

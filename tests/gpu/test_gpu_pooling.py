@@ -26,7 +26,7 @@ def vectors(pooling: str, **config) -> list[np.ndarray]:
         core.add(Request(str(length), rng.integers(0, VOCAB, length).tolist(), length, POOLED))
     while core.has_work:
         if (output := core.step()) is not None:
-            found |= {state.request.request_id: np.frombuffer(v, np.float32) for state, v in output.pooled}
+            found |= {state.request.request_id: np.frombuffer(v.numbers, np.float32) for state, v in output.reports}
     return [found[str(length)] for length in LENGTHS]
 
 

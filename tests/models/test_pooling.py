@@ -50,7 +50,7 @@ def run(core, prompts=PROMPTS, params=POOLED, salt=""):
         core.add(Request(str(i), prompt, len(prompt), params, cache_salt=salt), i)
     while core.has_work:
         output = core.step()
-        found |= {state.owner: pooled for state, pooled in output.pooled}
+        found |= {state.owner: vector.numbers for state, vector in output.reports}
         found |= {state.owner: reason for state, reason in output.finished if reason is not FinishReason.LENGTH}
     return [found[i] for i in range(len(prompts))]
 
@@ -254,7 +254,8 @@ async def test_vectors_arrive_despite_deaths_of_engines():
     async def read(request):
         (output,) = [output async for output in link.generate(request)]
         assert (output.token_ids, output.finish_reason) == ([], FinishReason.LENGTH)
-        return output.pooled
+        (vector,) = output.reports
+        return vector.numbers
 
     reading = asyncio.gather(*map(read, requests))
     await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)

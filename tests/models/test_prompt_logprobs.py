@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.base.reports import prompt_entries
 from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.policy.admission import Admission
-from tests.support.engine.fake_runner import EOS, FixedShare, sequential, sequential_scores
+from tests.support.engine.fake_runner import EOS, FixedShare, prompt_scores, sequential, sequential_scores
 from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link, request
 from tests.support.engine.sessions import Session
 from tests.support.models.runner_driver import Driver, tiny_runner
@@ -155,7 +156,8 @@ def test_the_output_head_never_sees_a_whole_prompt():
     runner.decoder.logits = note
     driver.open(0, list(range(131)) + list(range(50)), SamplingParams(max_tokens=0, prompt_logprobs=1))
     result = driver.step((0, 0, 181, 0))
-    assert (most, len(result.token_ids), result.top_ids.shape) == (70, 0, (180, 1))
+    ((row, scores),) = result.reports
+    assert (most, len(result.token_ids), row, len(scores), len(scores.top_ids)) == (70, 0, 0, 180, 4 * 180)
 
 
 # ---- the scheduler ---------------------------------------------------------------------------------------------------
@@ -181,11 +183,9 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
     assert [plan.num_tokens.tolist() for plan in plans] == [[4], [4], [2]]
     assert scheduler.schedule() is None
     for plan, n in zip(plans, (4, 4, 1), strict=True):
-        top = np.zeros((n, 1), np.int32)
-        output = scheduler.commit(
-            StepResult(plan.step_id, plan.freed, plan.freed, top[:, 0], top[:, 0] / 2, top, top / 2)
-        )
-        assert len(output.finished) == len(output.prompt_logprobs) == (n == 1)
+        scores = prompt_scores([(-1.0, 1, [])] * n, 0)
+        output = scheduler.commit(StepResult(plan.step_id, plan.freed, reports=[(0, scores)]))
+        assert len(output.finished) == len(output.reports) == (n == 1)
     assert not scheduler.requests
 
 
@@ -195,8 +195,9 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
 async def read(link, req):
     """Tokens, end and prompt log-probabilities, which come only with the first output."""
     outputs = [output async for output in link.generate(req)]
-    assert not any(output.prompt_logprobs for output in outputs[1:])
-    return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, list(outputs[0].prompt_logprobs)
+    assert not any(output.reports for output in outputs[1:])
+    scores = list(prompt_entries(outputs[0].reports, req.token_ids))
+    return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, scores
 
 
 def scored(i, **params):
@@ -232,7 +233,7 @@ async def test_scores_arrive_once_despite_deaths(served):
     reading = asyncio.gather(*(read(link, req) for req in requests))
     for _ in range(2):
         await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)
-        assert not any(stream.prompt_scored for stream in only_link(link).streams if stream.request is long)
+        assert not any(stream.answered for stream in only_link(link).streams if stream.request is long)
         engine.die()
         await eventually(lambda: "restarting" in (link.health() or ""))
         engine.restart()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.base.config import EngineConfig
+from runtime.base.reports import Experts
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.engine import EngineCore
@@ -118,7 +119,7 @@ class Other(ExpertRecorder):
         super().run(work)
 
         def report(result: StepResult) -> None:
-            result.experts = np.full_like(result.experts, -1)
+            result.reports = [(row, Experts(b"\xff" * len(experts.ids))) for row, experts in result.reports]
 
         work.reports.append(report)
 

@@ -69,7 +69,7 @@ def answers(params, count, speculation=None, seed=0, predictions=None, **config)
                 name, at = state.request.request_id, len(got[state.request.request_id])
                 values = [found.logprob, *(value for _, value in found.top)]
                 logprobs |= {(name, at, j): value for j, value in enumerate(values)}
-        accepted += sum(num for _, _, num in output.verified)
+        accepted += sum(verified.num_accepted for _, verified in output.reports)
     return got, logprobs, accepted
 
 

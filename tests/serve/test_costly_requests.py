@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from actors.ray.process import freeze_garbage
-from runtime.base.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
+from runtime.base.reports import PromptScores, TokenLogprobs
+from runtime.base.types import FinishReason, Request, RequestOutput, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.structured.compiler import GrammarCompiler
 from runtime.worker.cpu.sampler import Sampler
@@ -55,7 +56,7 @@ class Engine(FakeEngine):
         for at in range(0, params.max_tokens, 16):
             await asyncio.sleep(0)
             output = RequestOutput(request.request_id, [self.token] * min(16, params.max_tokens - at))
-            output.prompt_logprobs, scores, output.sampled_at = scores, (), time.time()
+            output.reports, scores, output.sampled_at = scores, (), time.time()
             if params.logprobs is not None:
                 top = tuple((i, -1.0) for i in range(params.logprobs))
                 output.logprobs = [TokenLogprobs(self.token, -1.0, 1, top) for _ in output.token_ids]
@@ -68,7 +69,7 @@ class Engine(FakeEngine):
             return ()
         ids, values = np.zeros((num, top), np.int32), np.full((num, top), -1.0, np.float32)
         own = np.ones(num, np.int32), np.full(num, -1.0, np.float32)
-        return PromptLogprobs(*(column.tobytes() for column in (*own, ids, values))).of(request.token_ids[1:])
+        return (PromptScores(*(column.tobytes() for column in (*own, ids, values))),)
 
 
 @dataclass

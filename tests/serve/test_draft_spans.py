@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.types import Verified
+from runtime.base.reports import Verified
 from runtime.output.processor import Delta
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
@@ -31,8 +31,8 @@ class Guessed(Scripted):
             end = begin + len(output.token_ids)
             for start, stop, right in self.rows:  # a row's end may be cut by max_tokens, its start is in one output
                 if start >= begin and start < end:
-                    output.verified = output.verified or []
-                    output.verified.append(Verified(start - begin, 5, min(right, stop - start, end - start)))
+                    verified = Verified(start - begin, 5, min(right, stop - start, end - start))
+                    output.reports = [*output.reports, verified]
             begin = end
             yield output
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
+from tests.support.engine.fake_runner import prompt_scores
 from tests.support.http.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
 
 
 def prompt_logprob(char: str) -> float:
-    return -ord(char) / 100
+    return -ord(char) / 128
 
 
 @pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
@@ -34,7 +35,12 @@ async def test_the_request_of_lm_eval(prompt, stream: bool):
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "c", "x"],
         "token_logprobs": [None, prompt_logprob("b"), prompt_logprob("c"), -0.5],
-        "top_logprobs": [None, {"A": -1.5, "b": -0.98}, {"A": -1.5, "c": -0.99}, {"A": -1.5, "x": -0.5}],
+        "top_logprobs": [
+            None,
+            {"A": -1.5, "b": prompt_logprob("b")},
+            {"A": -1.5, "c": prompt_logprob("c")},
+            {"A": -1.5, "x": -0.5},
+        ],
         "text_offset": [0, 1, 2, 3],
     }
     assert engine.requests[0].params.prompt_logprobs == 1
@@ -167,7 +173,7 @@ async def test_prompt_logprobs():
     }
     choices = (await post(engine, fields)).json()["choices"]
     top = {"65": {"logprob": -1.5, "rank": 1, "decoded_token": "A"}}
-    own = [("98", -0.98, "b"), ("195", -1.95, "\ufffd")]
+    own = [("98", -98 / 128, "b"), ("195", -195 / 128, "\ufffd")]
     for choice, (token_id, logprob, text) in zip(choices, own, strict=True):
         entry = {token_id: {"logprob": logprob, "rank": 3, "decoded_token": text}}
         assert choice["prompt_logprobs"] == [None, top | entry]
@@ -201,11 +207,11 @@ async def test_the_likeliest_of_tokens_with_one_text_counts():
     class Twins(FakeEngine):
         def _outputs(self, request):
             for output in super()._outputs(request):
-                output.prompt_logprobs = [p._replace(top=((66, -0.1), (97, -0.97))) for p in output.prompt_logprobs]
+                output.reports = [prompt_scores([(-0.75, 3, [(66, -0.125), (97, -0.75)])], 2)]
                 yield output
 
     async with client_of(Twins("x"), tokenizer) as client:
         body = {"prompt": "aa", "echo": True, "logprobs": 2, "max_tokens": 0}
         logprobs = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"][1] == {"a": -0.1}
-    assert logprobs["token_logprobs"][1] == -0.97
+    assert logprobs["top_logprobs"][1] == {"a": -0.125}
+    assert logprobs["token_logprobs"][1] == -0.75

@@ -14,6 +14,7 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.service.service import Service
+from tests.support.engine.fake_runner import prompt_scores
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.text.test_text_stream import TOKENIZERS
 
@@ -39,7 +40,8 @@ class Scripted(FakeEngine):
         for begin, stop in pairwise(edges):
             output = RequestOutput(request.request_id, ids[begin:stop])
             if begin == 0 and params.prompt_logprobs is not None:
-                output.prompt_logprobs = [self.score(i, params.prompt_logprobs) for i in request.token_ids[1:]]
+                scores = [self.score(i, params.prompt_logprobs) for i in request.token_ids[1:]]
+                output.reports = [prompt_scores([(s.logprob, s.rank, s.top) for s in scores], params.prompt_logprobs)]
             if params.logprobs is not None:
                 output.logprobs = [self.score(i, params.logprobs) for i in output.token_ids]
             if stop == len(ids):
@@ -49,7 +51,7 @@ class Scripted(FakeEngine):
 
     @staticmethod
     def score(token_id: int, num_top: int) -> TokenLogprobs:
-        return TokenLogprobs(token_id, -token_id / 7, 2, tuple((token_id + k, -k / 3) for k in range(num_top)))
+        return TokenLogprobs(token_id, -token_id / 8, 2, tuple((token_id + k, -k / 4) for k in range(num_top)))
 
 
 async def plain(tokenizer: Tokenizer, request: CompletionRequest, engine: Scripted) -> dict:

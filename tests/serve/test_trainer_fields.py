@@ -84,8 +84,8 @@ async def test_a_completion_without_text(no_text):
     choice = (await answer(FakeEngine("xyz"), body))["choices"][0]
     assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("", [120, 121], [97, 98])
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in (97, 98, 120, 121)]
-    assert choice["logprobs"]["token_logprobs"] == [None, -0.98, -0.5, -0.5]
-    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -0.98, "rank": 3, "decoded_token": None}}]
+    assert choice["logprobs"]["token_logprobs"] == [None, -98 / 128, -0.5, -0.5]
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -98 / 128, "rank": 3, "decoded_token": None}}]
 
 
 async def test_a_stream_without_text(no_text):
@@ -164,7 +164,7 @@ async def test_an_output_is_scored_behind_its_prompt():
     (request,) = engine.requests
     assert (request.token_ids, request.prompt_len, request.params.max_tokens) == ([97, 98, 99], 1, 0)
     scores = [None if entry is None else next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"]]
-    assert (choice["token_ids"], scores) == ([], [None, -0.98, -0.99])
+    assert (choice["token_ids"], scores) == ([], [None, -98 / 128, -99 / 128])
 
 
 async def test_new_tokens_follow_a_scored_output():

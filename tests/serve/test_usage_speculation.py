@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec.structs import astuple
 from openai.types.chat import ChatCompletionChunk
 
 from actors.front.engine_group import EngineGroup
@@ -132,7 +133,7 @@ def flagged(outputs: list[RequestOutput]) -> tuple[set[int], int]:
     places: set[int] = set()
     num_tokens = num_guessed = 0
     for output in outputs:
-        for at, guessed, accepted in output.verified or ():
+        for at, guessed, accepted in map(astuple, output.reports):
             new = set(range(num_tokens + at, num_tokens + at + accepted))
             assert 0 <= accepted <= guessed
             assert at + accepted <= len(output.token_ids)

@@ -237,9 +237,10 @@ def test_vectors_of_prompts(runner, monkeypatch, kind):
         driver.open(2, prompt(12, salt=1), POOLED)
         first = driver.step((0, 0, 9, 1), (2, 0, 12, 1), (1, 0, 20, 0))
         second = driver.step((1, 20, 1, 1), (0, 9, 1, 1))
-        assert [r.pooled_rows.tolist() for r in (first, second)] == [[1], [0]]
+        assert [[row for row, _ in r.reports] for r in (first, second)] == [[1], [0]]
         assert [len(r.logprob_rows) for r in (first, second)] == [1, 1]
-        return [x for r in (first, second) for x in (r.pooled, np.delete(r.token_ids, r.pooled_rows))]
+        vectors = [np.frombuffer(vector.numbers, np.float32) for r in (first, second) for _, vector in r.reports]
+        return [*vectors, np.delete(first.token_ids, 1), np.delete(second.token_ids, 0)]
 
     pooler = Pooler(runner.decoder, runner.steps.num_slots, Pooling(kind))
     monkeypatch.setattr(runner.steps, "extras", [pooler])

@@ -35,8 +35,8 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[object]:
         if (output := core.step()) is not None:
             for state, token in zip(output.states, output.token_ids, strict=True):
                 state.owner.append(token)
-            for state, vector in output.pooled:
-                state.owner.append(vector)
+            for state, vector in output.reports:
+                state.owner.append(vector.numbers)
     return found
 
 

@@ -142,7 +142,7 @@ class CpuSteps(Steps):
         if (token_ids.cpu().numpy() < 0).any():  # its states are not finite, and neither are its keys and values
             self.poisoned = True
         if logprobs is not None:
-            work.reports.insert(0, logprobs.downloaded(self.copies.download).report)
+            work.reports.append(logprobs.downloaded(self.copies.download).report)
         if self.masks is not None and masks is not None:
             self.masks.sampled(masks, token_ids.cpu().numpy)
         at = work.slots.astype(np.int64) * self.max_model_len + work.positions

@@ -295,6 +295,6 @@ class StagedStep(StepProgram):
             where = upload(slots, positions).view(2, -1).long()
             state.tokens[where[0], where[1]] = work.token_ids.clamp(min=0)
         if found is not None:
-            work.reports.insert(0, found.downloaded(steps.transfers.download).report)
+            work.reports.append(found.downloaded(steps.transfers.download).report)
         if work.masks is not None:
             work.reports.append(work.masks.report)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from runtime.base.types import TokenLogprobs
+from runtime.base.reports import TokenLogprobs, Verified, all_of, prompt_entries
 from runtime.output.fields import invalid
 from runtime.output.processor import Delta
 from runtime.text.stream import TextStream
@@ -102,9 +102,9 @@ class CompletionRenderer(ChoiceRenderer):
             return None
         logprobs, offsets = delta.logprobs, []
         if self._echo is not None:
-            scored = (lp._replace(top=lp.top[: request.logprobs]) for lp in delta.prompt_logprobs)
-            first = self._prepared.requests[self._index].token_ids[0]
-            logprobs = [TokenLogprobs(first, math.nan, 0, ()), *scored, *logprobs]
+            prompt = self._prepared.requests[self._index].token_ids
+            scored = (lp._replace(top=lp.top[: request.logprobs]) for lp in prompt_entries(delta.reports, prompt))
+            logprobs = [TokenLogprobs(prompt[0], math.nan, 0, ()), *scored, *logprobs]
             offsets, self._echo = list(self._echo.offsets), None
         offsets += [self._begin + end for end in (self._decoded, *delta.ends[:-1])] if delta.logprobs else []
         text_of_id = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
@@ -129,7 +129,8 @@ class CompletionRenderer(ChoiceRenderer):
         A character belongs to its last token. Text that the stream holds back (runtime.text.stream) keeps its spans."""
         ends = [self._begin + end for end in (self._decoded, *delta.ends)]
         self._shown += len(delta.text)
-        spans = self._waiting_spans + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
+        accepted = ((v.at, v.at + v.num_accepted) for v in all_of(delta.reports, Verified))
+        spans = self._waiting_spans + [(ends[start], ends[end]) for start, end in accepted]
         self._waiting_spans = [(max(start, self._shown), end) for start, end in spans if end > self._shown]
         return [(start, min(end, self._shown)) for start, end in spans if start < min(end, self._shown)]
 

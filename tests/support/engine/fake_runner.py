@@ -14,7 +14,8 @@ import numpy as np
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.base.config import EngineConfig, ModelInfo
 from runtime.base.kv_cache_spec import KVCacheSpec
-from runtime.base.types import FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.base.reports import Experts, PromptScores, TokenLogprobs, Vector
+from runtime.base.types import FinishReason, Request, StepOutput
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
@@ -198,6 +199,14 @@ class FixedPacing(StepPacing):
         return self.most if num_decoding else None
 
 
+def prompt_scores(scores: list[tuple[float, int, list[tuple[int, float]]]], num_top: int) -> PromptScores:
+    """The report of these log-probabilities, ranks and best alternatives."""
+    best = np.array([top[:num_top] for _, _, top in scores]).reshape(len(scores), num_top, 2)
+    columns = [rank for _, rank, _ in scores], [own for own, _, _ in scores], best[:, :, 0], best[:, :, 1]
+    kinds = np.int32, np.float32, np.int32, np.float32
+    return PromptScores(*(np.array(c, kind).tobytes() for c, kind in zip(columns, kinds, strict=True)))
+
+
 class FakeRunner:
     """An Executor that computes in order when collected, through the wire codec."""
 
@@ -271,21 +280,22 @@ class FakeRunner:
         plan = self.reader.decode(self.queue.pop(0))
         self._change_slots(plan)
         self.begin(plan)
-        out, vectors, scores, num_top = [], {}, [], max((n for _, n in self.prompts.values()), default=0)
-        chosen = []
+        out, vectors, reports = [], {}, []
         assert plan.num_tokens.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         given, given_ids = plan.draft_lens.tolist() or [0] * len(plan.slots), iter(plan.draft_token_ids.tolist())
         assert len(plan.draft_token_ids) == sum(given)
-        for slot, start, count, samples, guesses in zip(
-            *(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples)),
-            given,
-            strict=True,
+        for row, (slot, start, count, samples, guesses) in enumerate(
+            zip(
+                *(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples)),
+                given,
+                strict=True,
+            )
         ):
             tokens, table = self.tokens[slot], self.tables[slot]
             for position in range(start + count - guesses, start + count):
                 tokens[position] = next(given_ids)
-            sampled = {}
+            sampled, scores, chosen, (num_given, num_top) = {}, [], [], self.prompts.get(slot, (0, 0))
             assert plan.num_steps == 1 or count == samples == 1
             self.begin_row(slot, start, count)
             for position in range(start, start + count + plan.num_steps - 1):
@@ -298,33 +308,27 @@ class FakeRunner:
                 self.attend(slot, position)
                 if self.routed[slot]:
                     chosen.append(experts(state))
-                if slot in self.prompts and position + 1 < self.prompts[slot][0]:
+                if position + 1 < num_given:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:
                     sampled[position + 1] = self.sample(self.hidden(slot, position, state))
                 if plan.num_steps > 1:
                     tokens |= sampled
             tokens |= sampled
+            if start < num_given:
+                reports.append((row, prompt_scores(scores, num_top)))
+            if chosen:
+                reports.append((row, Experts(np.array(chosen, np.int16).tobytes())))
             if self.pooled[slot] and sampled:
                 assert (samples, plan.num_steps) == (1, 1)
-                vectors[len(out)] = vector(state)
+                vectors[len(out)] = row, vector(state)
             out += sampled.values()
         self.rows[len(plan.slots)] += 1
         if self.fails is not None and out:
             at = self.fails % len(out)
             out[at], self.fails = -1, None
             if at in vectors:
-                vectors[at] = vectors[at] * np.float32(np.nan)
-        top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
-        result = StepResult(
-            plan.step_id,
-            np.array(out, np.int32),
-            ranks=np.array([rank for _, rank, _ in scores], np.int32),
-            logprobs=np.array([logprob for logprob, _, _ in scores], np.float32),
-            top_ids=top[:, :, 0].astype(np.int32),
-            top_logprobs=top[:, :, 1].astype(np.float32),
-            pooled_rows=np.array(list(vectors), np.int32),
-            pooled=np.array(list(vectors.values()), np.float32).reshape(len(vectors), 2),
-            experts=np.array(chosen, np.int16).reshape(-1, 1, 2),
-        )
+                vectors[at] = vectors[at][0], vectors[at][1] * np.float32(np.nan)
+        reports += [(row, Vector(np.array(numbers, np.float32).tobytes())) for row, numbers in vectors.values()]
+        result = StepResult(plan.step_id, np.array(out, np.int32), reports=reports)
         return decode_result(encode_result(result))

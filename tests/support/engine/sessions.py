@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from runtime.assembly.engine import build_engine
 from runtime.base.config import EngineConfig, ModelInfo
 from runtime.base.pooling import Pooling
-from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.base.reports import PromptScores, TokenLogprobs, Vector, Verified
+from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from tests.support.engine.fake_runner import (
     EOS,
@@ -132,18 +133,17 @@ class Session:
             assert name not in self.aborted
             assert name not in self.reasons
             self.outputs[name].append(token)
-        for state, scores in output.prompt_logprobs:
+        for state, report in output.reports:
             name = state.request.request_id
-            assert name not in self.aborted
-            assert name not in self.scores
-            assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
-            self.scores[name] = list(scores.of(state.request.token_ids[1:]))
-        for state, vector in output.pooled:
-            assert state.request.request_id not in self.aborted | self.vectors.keys()
-            self.vectors[state.request.request_id] = vector
-        for _, num_draft_tokens, num_accepted in output.verified:
-            self.guessed += num_draft_tokens
-            self.accepted += num_accepted
+            assert isinstance(report, Verified) or name not in self.aborted | self.scores.keys() | self.vectors.keys()
+            if isinstance(report, PromptScores):
+                assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
+                self.scores[name] = list(report.of(state.request.token_ids[1:]))
+            elif isinstance(report, Vector):
+                self.vectors[name] = report.numbers
+            elif isinstance(report, Verified):
+                self.guessed += report.num_draft_tokens
+                self.accepted += report.num_accepted
         for state, reason in output.finished:
             if reason is FinishReason.ERROR:
                 self.aborted.add(state.request.request_id)

@@ -28,11 +28,13 @@ from actors.wire.weight_calls import (
 )
 from runtime.base.config import ModelInfo
 from runtime.base.pooling import Pooling
-from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.base.reports import Experts, TokenLogprobs, Vector, Verified
+from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.base.weight_version import WeightVersion
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
+from tests.support.engine.fake_runner import prompt_scores
 
 MODEL = "fake"
 EOS = 256
@@ -119,7 +121,7 @@ class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
     The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ... A token t of the
-    prompt has -t / 100, and `params.prompt_logprobs` alternatives. Each token was drawn with a logprob of -0.25. Its
+    prompt has -t / 128, and `params.prompt_logprobs` alternatives. Each token was drawn with a logprob of -0.25. Its
     experts are its position. With `num_wrong` a draft guesses all tokens of an
     output but the last, and `num_wrong` more in vain."""
 
@@ -212,10 +214,9 @@ class FakeEngine:
                 reason, error = self.failure
                 yield RequestOutput(request.request_id, [], reason, error=error)
                 return
-            pooled = vector_of(request.token_ids, self.info.pooling).tobytes()
-            yield RequestOutput(
-                request.request_id, [], FinishReason.LENGTH, num_cached=3, sampled_at=time.time(), pooled=pooled
-            )
+            output = RequestOutput(request.request_id, [], FinishReason.LENGTH, num_cached=3, sampled_at=time.time())
+            output.reports = [Vector(vector_of(request.token_ids, self.info.pooling).tobytes())]
+            yield output
             return
         ids = [i for i in self.script if not (params.ignore_eos and i == EOS)]
         ids = ids[: max(0, request.prompt_len + params.max_tokens - len(request.token_ids))]
@@ -223,10 +224,10 @@ class FakeEngine:
         ids = ids[: min(ends, default=len(ids))]
         scores = []
         if params.prompt_logprobs is not None:
-            top = tuple((65 + k, -1.5 - k) for k in range(params.prompt_logprobs))
-            scores = [TokenLogprobs(i, -i / 100, 3, top) for i in request.token_ids[1:]]
+            top = [(65 + k, -1.5 - k) for k in range(params.prompt_logprobs)]
+            scores = [prompt_scores([(-i / 128, 3, top) for i in request.token_ids[1:]], len(top))]
         if not ids:
-            yield RequestOutput(request.request_id, [], FinishReason.LENGTH, prompt_logprobs=scores)
+            yield RequestOutput(request.request_id, [], FinishReason.LENGTH, reports=scores)
         for at in range(0, len(ids), self.group):
             if self.fails_after is not None and at >= self.fails_after:
                 reason, error = self.failure
@@ -235,10 +236,10 @@ class FakeEngine:
                 return
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
             if at == 0:
-                output.prompt_logprobs = scores
+                output.reports = scores
             output.sampled_at, output.weight_versions = time.time(), self.weight_versions
             if self.num_wrong is not None and (right := len(output.token_ids) - 1):
-                output.verified = [Verified(0, right + self.num_wrong, right)]
+                output.reports = [*output.reports, Verified(0, right + self.num_wrong, right)]
             if params.logprobs is not None:
                 top = [(65 + k, -1.5 - k) for k in range(params.logprobs)]
                 top += [(i, -9.5) for i in params.logprob_token_ids]
@@ -249,7 +250,8 @@ class FakeEngine:
                 output = replace(output, finish_reason=reason, stop_token_id=ids[-1] if ends else None)
                 if params.routed_experts:
                     positions = np.arange(len(request.token_ids) + len(ids) - 1, dtype=np.int16)
-                    output.routed_experts = positions.repeat(math.prod(self.info.routed_experts)).tobytes()
+                    experts = Experts(positions.repeat(math.prod(self.info.routed_experts)).tobytes())
+                    output.reports = [*output.reports, experts]
             yield output
 
 

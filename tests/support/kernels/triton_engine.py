@@ -9,6 +9,7 @@ import torch
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
+from runtime.base.reports import Verified
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.speculation.choose_k import Speculation
@@ -149,7 +150,9 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
                 found = output.logprobs.get(i)
                 top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
                 got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
-            for state, found in output.prompt_logprobs:
+            for state, found in output.reports:
+                if isinstance(found, Verified):
+                    continue
                 entries = found.of(state.request.token_ids[1:])
                 scores[state.request.request_id] = [(e.token_id, e.rank, [i for i, _ in e.top]) for e in entries]
                 values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]

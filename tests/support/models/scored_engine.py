@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.base.reports import Experts, PromptScores
 from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
@@ -64,10 +65,12 @@ def answers(core: EngineCore, requests: Sequence[Request], between: Between = la
             if at in output.logprobs:
                 answer.logprobs.append(output.logprobs[at].logprob)
                 answer.drawn.append(output.logprobs[at].sampling_logprob)
-        for state, columns in output.prompt_logprobs:
-            found[state.request.request_id].scores += np.frombuffer(columns.logprobs, np.float32).tolist()
-        for state, experts in output.experts:
-            found[state.request.request_id].experts = np.frombuffer(experts, np.int16).reshape(-1, *shape)
+        for state, report in output.reports:
+            answer = found[state.request.request_id]
+            if isinstance(report, PromptScores):
+                answer.scores += np.frombuffer(report.logprobs, np.float32).tolist()
+            elif isinstance(report, Experts):
+                answer.experts = np.frombuffer(report.ids, np.int16).reshape(-1, *shape)
         for state, reason in output.finished:
             found[state.request.request_id].reason = reason
         step += 1
