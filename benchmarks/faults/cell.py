@@ -27,7 +27,7 @@ PROMPT_LENS = {"prefill": 1000, "states": 200}  # 20 in the other columns
 _POLL_S = 0.1
 _LEAST_S = 2.0  # that each cell is watched for after its fault
 _WHOLE_S = 120.0  # limit until the application is whole again
-_UPDATE_S = 30.0  # for an update of the weights to succeed when the application is whole
+_UPDATE_S = 30.0  # limit for a weight update once the application is whole
 _END_S = 60.0  # limit until the last answers
 
 

@@ -39,7 +39,7 @@ def save_adapter(
     folder: Path,
     modules: Mapping[str, tuple[int, ...]],
     seed: int = 0,
-    ranks: Mapping[str, int] | None = None,  # for modules with another rank than r
+    ranks: Mapping[str, int] | None = None,  # modules with another rank than r
     size: float = 1.0,  # the adapter's output, relative to the model's own
     dtype: torch.dtype = torch.float32,
     **config: Any,
