@@ -43,7 +43,7 @@ class Remote:
         self.folder = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
         fields = [f"{name}={json.dumps(value)}" for name, value in self._fields.items()]
         command = [sys.executable, "-m", "benchmarks.faults.application", self.folder, str(self._model), *fields]
-        python_path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # workers'
+        python_path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # workers read it
         self._process = await asyncio.create_subprocess_exec(
             *([*_ON_A_DISK, self.folder] if self.has_disk else []), *command,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24,

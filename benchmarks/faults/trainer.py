@@ -20,10 +20,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _EVERY_S = 0.3  # pause after an update
-_GATHER_S = 0.1  # pause between an update's calls, as for tensors that are gathered
+_GATHER_S = 0.1  # pause between an update's calls, as if tensors were gathered
 _TIMEOUT_S = 15.0  # limit for a call
 _RETRY_S = 0.2  # after a failed update
-_ROOT = Path(__file__).parents[2]  # the checkout's root: no installed package has the benchmarks
+_ROOT = Path(__file__).parents[2]  # the checkout: no installed package has the benchmarks
 
 
 class Refused(Exception):
