@@ -62,8 +62,8 @@ class LatentSpec:
     @property
     def activations(self) -> int:
         """Elements per token between its maps: q, queries over latents, their results, and values."""
-        sizes = self.head_dim + 2 * self.rank + self.value_dim
-        return 2 * (self.q_rank + self.stored) + self.num_heads * sizes
+        per_head = self.head_dim + 2 * self.rank + self.value_dim
+        return 2 * (self.q_rank + self.stored) + self.num_heads * per_head
 
     def has_whole_blocks(self, size: int) -> bool:
         """Return True if whole blocks of `size` make up a head's outputs in both kv_b maps."""
