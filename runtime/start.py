@@ -1,6 +1,6 @@
 """Finds Callboard's own packages before other modules of the same names, and runs a module with this order.
 
-`python -P runtime/start.py PATH MODULE ARGUMENTS` runs a module as `python -m` does, with the folders of PATH added to
+`python -P runtime/start.py PATH MODULE ARGUMENTS` runs a module as `python -m` does, with PATH's folders added to
 the end of the search path. The current folder and a user's own `runtime.py` are ignored. This module
 imports only the standard library, because Callboard's packages cannot be found yet.
 """

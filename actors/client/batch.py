@@ -110,7 +110,7 @@ class Batch(Generic[Result]):
         max_in_flight: int | None,
         max_unread: int | None,
     ) -> None:
-        """`jobs` yields the jobs of one prompt after another, and `result` makes a result of an output."""
+        """`jobs` yields one prompt's jobs after another's, and `result` makes a result from an output."""
         self._group, self._jobs, self._result = group, jobs, result
         # Sent, and not ended; None for what the engines compute and a fourth more.
         self._max_in_flight = None if max_in_flight is None else integer(max_in_flight, "max_in_flight", 1)

@@ -179,7 +179,7 @@ class EngineLoop:
         return EngineFigures.of(scheduler, EngineLoad.of(scheduler), self._pacing.prefill_rate, idle_s)
 
     def report(self, figures: MetricValues) -> Snapshot:
-        """Add the counts of a front, and return all figures of this engine."""
+        """Add a front's counts, and return all figures of this engine."""
         adapters = self._adapters.states
         memory = sum(connection.memory for connection in list(self._connections))
         is_paused = self.weights.pauses.current is not None

@@ -74,7 +74,7 @@ class Supervisor:
                     await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _is_being_replaced(self) -> bool:
-        """True if an engine of another model takes requests, and no other engine of this model does."""
+        """True if another model's engine takes requests, and no other engine with this model does."""
         model = model_of(self._name) + "/"
         if await has_healthy_engine(model, except_for=self._name):
             return False

@@ -73,7 +73,7 @@ class _Update:
 
 
 class EngineWeights:
-    """Pauses of the engine, and updates of its weights."""
+    """The engine's pauses, and its weight updates."""
 
     def __init__(
         self,

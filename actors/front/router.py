@@ -68,7 +68,7 @@ class Prompt:
         self.colocate = colocate and uses_cache
         self.session = session
         self.new_key = 0  # key of the first block that no engine held at the last choice
-        self._hashes = {} if hashes is None else hashes  # hashes of leading blocks, and of the block after them
+        self._hashes = {} if hashes is None else hashes  # hashes of leading blocks and the block after them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """Return this prompt with more tokens, as for a stream that moves. Full blocks are not hashed again."""
@@ -150,7 +150,7 @@ class Router:
         self._stateful: dict[str, _Engine] = {}  # the engines with states
         self._places: list[_Engine] = []  # engines by index
         self._free: list[_Engine] = []
-        self._holders: dict[int, int] = {}  # key of a block -> bits of the engines that hold it
+        self._holders: dict[int, int] = {}  # block key -> bits of the engines that hold it
         self._known = 0  # bits of engines with known caches
         self._tokens = np.zeros(0, np.int64)  # tokens still to be computed, including `sent`, by index
         self._rows = np.zeros(0, np.int64)  # requests, including `sent`, by index

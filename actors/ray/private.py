@@ -118,7 +118,7 @@ def draw_class_ids_from_system() -> None:
 
 
 def address_to_join() -> str:
-    """Return the address of the Ray that RAY_ADDRESS names, or of this machine's."""
+    """Return the address of the Ray that RAY_ADDRESS names, or this machine's."""
     return str(_ray._private.services.get_ray_address_from_environment("auto", None))
 
 

@@ -268,7 +268,7 @@ class DraftKeeper:
     """One engine's draft, its own or a shared one, replaced when it is lost.
 
     The connection's end shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
-    also after the death of the calling engine."""
+    also after the calling engine's death."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, shared_name: str) -> None:
         """`shared_name` is the name of a draft that engines share."""

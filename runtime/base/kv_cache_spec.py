@@ -18,9 +18,9 @@ from math import lcm
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # prompt tokens that a layer with a state computes at once, from a multiple of CHUNK on
 MOST_GROUPS = 8  # each has a table for every request
-_MOST_OF_SHAPES = 16  # likewise, with layers of several shapes; Gemma 4 31B needs 11
-_MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
-_LEAST_GAIN = 0.9  # memory of the longest request with windows freed, of the memory without
+_MOST_OF_SHAPES = 16  # most groups if layers have several shapes; Gemma 4 31B needs 11
+_MOST_PADDING = 1.1  # layer places in the pool, as a ratio to the layers
+_LEAST_GAIN = 0.9  # the longest request's memory with windows freed, as a ratio to the memory without
 RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
@@ -167,10 +167,10 @@ class KVCacheSpec:
 
 
 def window_groups(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide layers of one shape into groups of equal size, those without a window first.
+    """Divide layers with one shape into groups of equal size, windowless groups first.
 
-    The parts have at most one window, and the longest request has `longest` tokens. A block has the bytes of the
-    largest group, so smaller groups waste memory. The number of layers is the one with which the longest request needs
+    The parts have at most one window, and the longest request has `longest` tokens. A block has the largest group's
+    bytes, so smaller groups waste memory. The number of layers is the one with which the longest request needs
     the least memory. If the windows save little, all layers stay in one group without a window."""
     layers = tuple(sorted(layer for part in parts for layer in part.layers))
     window = next((part.window for part in parts if part.window is not None), 0)
@@ -200,7 +200,7 @@ def window_groups(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSp
 
 
 def groups_of_shapes(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide the layers of groups, which differ in shape or window, into groups of similar bytes.
+    """Divide groups' layers, which differ in shape or window, into groups with similar bytes.
 
     As in `window_groups`, the longest request then needs the least memory."""
     sizes = [part.bytes_per_token // len(part.layers) for part in parts]

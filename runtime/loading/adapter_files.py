@@ -29,11 +29,11 @@ from runtime.loading.folder import json_object, own_file
 CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES, _MOST_HEADER_BYTES, _MOST_WEIGHT_BYTES = 1 << 20, 4 << 20, 32 << 30
 _MOST_ALPHA, _MOST_NAME_CHARS = 1e9, 512
-_READ_BYTES = 1 << 20  # a piece of a file
+_READ_BYTES = 1 << 20  # a file piece
 _SHOWN = 200  # characters of a folder's text in an error
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-# Fields of the config that are supported only with one of these values: others need more than matrices.
+# Config fields that are supported only with one of these values: others need more than matrices.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ((), []),
@@ -51,10 +51,10 @@ _CHANGES_THE_MODEL = ("pissa", "olora", "loftq", "corda", "lora_ga")  # values o
 class TensorPlace(NamedTuple):
     """A matrix in the safetensors file."""
 
-    dtype: str  # as safetensors names it
+    dtype: str  # safetensors's name
     rows: int
     columns: int
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from the file's start
 
 
 class AdaptedMap(NamedTuple):
@@ -83,8 +83,8 @@ class Adapter:
 
     path: Path
     config: bytes
-    head: bytes  # of the weights: the bytes before the first matrix
-    maps: Mapping[str, AdaptedMap]  # by the module's name in the model, such as `model.layers.0.self_attn.q_proj`
+    head: bytes  # the weight file's bytes before the first matrix
+    maps: Mapping[str, AdaptedMap]  # key: the module's name in the model, such as `model.layers.0.self_attn.q_proj`
 
     @cached_property
     def digest(self) -> str:
@@ -160,7 +160,7 @@ def _opened(path: Path, most_bytes: int) -> BufferedReader:
 
 
 def _shown(text: str) -> str:
-    """Return a text of a folder for an error: one line of a bounded length."""
+    """Return a folder's text for an error: one line with a bounded length."""
     text = "".join(c if c.isprintable() else "?" for c in text[: _SHOWN + 1])
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -205,7 +205,7 @@ def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _place(name: str, one: dict[str, Any], start: int, path: Path) -> TensorPlace:
-    """Return the place of a tensor. Raises CallboardError if it is not a matrix of a supported type."""
+    """Return a tensor's place. Raises CallboardError if it is not a matrix with a supported type."""
     dtype, shape, where = one.get("dtype"), one.get("shape", ()), one["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or not isinstance(shape, list) or len(shape) != 2:
         raise CallboardError(

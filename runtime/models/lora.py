@@ -91,7 +91,7 @@ def make_decoder_adapters(
 
 
 def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int, num_tokens: int) -> int:
-    """Bytes of that room, and of its results in a step with `num_tokens`."""
+    """Bytes for that room and its results in a step with `num_tokens`."""
     if not max_loras:
         return 0
     rank = padded_rank(max_rank)

@@ -21,7 +21,7 @@ class EngineLoad(NamedTuple):
     def of(cls, scheduler: Scheduler) -> EngineLoad:
         """Return the load of the engine with this scheduler.
 
-        Cached tokens of waiting requests are as of their arrival, and count only if a front follows the cache
+        Waiting requests' cached tokens are as of their arrival, and count only if a front follows the cache
         (`PrefixCache.pending_events`)."""
         waiting, pool = scheduler.waiting, scheduler.pool
         started = 0  # tokens in prompts that are computed in part

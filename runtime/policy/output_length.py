@@ -49,7 +49,7 @@ class _Curve:
             self.weight = 1.0
 
     def hazard(self, span: int) -> float:
-        """Return the share of answers that stop at a token of this span."""
+        """Return the share of answers that stop at a token in this span."""
         stops = self.stops[span] + self.weight * _PRIOR_ANSWERS
         return stops / (self.tokens[span] + self.weight * _PRIOR_TOKENS[span])
 

@@ -27,8 +27,8 @@ _GROUP_ON_CPU = 32  # int4's group size, more exact than 128, at the same speed
 
 def requested_encodings(config: EngineConfig, is_draft: bool = False) -> dict[str, str]:
     """The encodings that `config` sets for linear layers and for the head, by the field that the user sets."""
-    maps_encoding = "draft_quantization" if is_draft else "quantization"  # `draft_config` copies it into `quantization`
-    return {maps_encoding: config.quantization, "head_quantization": config.head_quantization}
+    maps_field = "draft_quantization" if is_draft else "quantization"  # `draft_config` copies it into `quantization`
+    return {maps_field: config.quantization, "head_quantization": config.head_quantization}
 
 
 def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "", is_draft: bool = False) -> DecoderSpec:

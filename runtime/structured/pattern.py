@@ -105,7 +105,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The rule of this name; only patterns of grammars have one."""
+    """The rule with this name; only grammar patterns have one."""
 
     name: str
 
@@ -201,7 +201,7 @@ def quoted(pattern: Pattern) -> str:
 
 
 def escaped(pattern: Pattern) -> Pattern:
-    """Return the pattern of the same texts between the quotes of a JSON string."""
+    """Return a pattern for the same texts between a JSON string's quotes."""
     return mapped(pattern, lambda leaf: _json_form(leaf.ranges) if isinstance(leaf, CharacterClass) else leaf)
 
 

@@ -61,7 +61,7 @@ def described(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, An
 
 
 def _thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the reasoning of a message. Beside calls, the template takes either it or content."""
+    """Return the fields with a message's reasoning. Next to calls, the template takes either it or content."""
     thoughts, content = message.get("reasoning_content"), message.get("content")
     if not thoughts:
         return {}

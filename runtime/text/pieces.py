@@ -1,6 +1,6 @@
 """The exact bytes of each token, derived from the decoder in a tokenizer.json.
 
-A decoder of the `tokenizers` package maps a whole list of tokens to text, too slow to repeat for each token of a
+A decoder in the `tokenizers` package maps a whole token list to text, too slow to repeat for each token of a
 stream. But language models' decoders work token by token, except at the start of a text: some drop a space there that
 encoding has added. So a text is the concatenated bytes of its tokens, with a rule for the start:
 
@@ -42,7 +42,7 @@ BYTE_OF_CHAR = _byte_alphabet()
 class Pieces(dict[int, bytes]):
     """Token id -> bytes, filled on demand. Ids without a token have empty bytes.
 
-    `leading_spaces` is the number of spaces that are dropped at the start of a text."""
+    `leading_spaces` is the number of spaces that are dropped where a text starts."""
 
     def __init__(self, backend: tokenizers.Tokenizer, decoder: dict[str, Any]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ DTYPE_BYTES = {
 MAX_TENSORS = 1 << 20  # tensors in a part
 MAX_NAME = 1024  # characters
 MAX_DIMS = 8
-MAX_BYTES = 1 << 44  # size of a tensor, and of a part
+MAX_BYTES = 1 << 44  # bytes in a tensor, and in a part
 
 
 def num_bytes(tensor: TensorInfo) -> int:

@@ -27,7 +27,7 @@ _SHOW_S = 0.2  # seconds between two looks at the progress
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is sent. Each of `levels` is a number of concurrent requests, or a rate in requests per second."""
+    """What is sent. `levels` are numbers of concurrent requests, or rates in requests per second."""
 
     levels: list[float]
     is_rate: bool

@@ -206,7 +206,7 @@ def children_of_all() -> dict[int, list[int]]:
 
 
 def children_named(*names: str) -> dict[int, str]:
-    """Return the state of each of this process's children with these names, by id: Z if it has ended."""
+    """Return the states of this process's children with these names, by id: Z if one has ended."""
     found = {}
     for pid in children_of_all().get(os.getpid(), []):
         with suppress(OSError):  # it has ended, and its end was waited for

@@ -1,7 +1,7 @@
 """Requests from their JSON bytes.
 
 Parsing holds Python's lock and so delays all streams in a process. Therefore the number of values is checked before
-parsing, and long lists of token ids are parsed a piece at a time.
+parsing, and long token id lists are parsed a piece at a time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _without_token_ids(name: str, body: bytes) -> tuple[bytes, dict[str, list[in
     """Return `body` with a short list as field `name`, and the field's long list of token ids or such lists.
 
     Any other body is returned as it is, with no fields. The parser of the rest reports faults in its JSON."""
-    if body.count(b":") > MAX_VALUES:  # a body with so many colons does not consist of long lists of ids
+    if body.count(b":") > MAX_VALUES:  # a body with this many colons does not consist of long id lists
         return body, {}
     try:
         fields = _fields_decoder.decode(body)

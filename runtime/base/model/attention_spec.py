@@ -29,11 +29,11 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec = _ROPE
     window: int = 0  # positions that a token sees, itself included; 0 for all
-    scale: float | None = None  # factor of the scores; None for head_dim ** -0.5
+    scale: float | None = None  # the scores' factor; None for head_dim ** -0.5
     soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 for none
-    sinks: bool = False  # each query head has a logit that joins the softmax of its scores, without a value
-    qk_norm: Literal["none", "head", "all"] = "none"  # RMSNorm of q and of k before RoPE: of a head, of all at once
-    v_norm: bool = False  # with qk_norm of heads: RMSNorm without a weight over each v head
+    sinks: bool = False  # each query head has a logit that joins its softmax, without a value
+    qk_norm: Literal["none", "head", "all"] = "none"  # RMSNorm on q and k before RoPE: over a head, over all at once
+    v_norm: bool = False  # RMSNorm without a weight over each v head; needs qk_norm of heads
     qkv_bias: bool = False
     out_bias: bool = False
     output_gate: bool = False  # q's map also makes a gate; the output is multiplied by sigmoid(gate)
@@ -66,7 +66,7 @@ class AttentionSpec:
         return self.num_heads % size == 0 and (self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0)
 
     def of_rank(self, size: int) -> AttentionSpec:
-        """Return the attention of one of `size` ranks."""
+        """Return one rank's attention, among `size`."""
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=max(1, self.num_kv_heads // size))
 
     def reorders(self, name: str) -> bool:
@@ -95,7 +95,7 @@ class AttentionSpec:
         return sinks | dict.fromkeys(norms, (self.head_dim,))
 
     def shares(self, whole: AttentionSpec, shard: Shard, part: str) -> list[Share]:
-        """Return a rank's shares of the maps in a parameter. Ranks may share a head of k and v."""
+        """Return a rank's shares of a parameter's maps. Ranks may share a k and v head."""
         heads, dim = shard.share(self.num_heads * self.head_dim), self.head_dim
         first = shard.rank * whole.num_kv_heads // shard.size
         kv = Share(range(first * dim, (first + self.num_kv_heads) * dim), whole.num_kv_heads * dim)

@@ -43,8 +43,8 @@ class DecoderSpec:
     max_positions: int
     norm_eps: float
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
-    learned_positions: bool = False  # an embedding of positions is added to that of tokens
-    embed_scale: float = 1.0  # factor of the tokens' embedding, rounded to the model's dtype
+    learned_positions: bool = False  # a position embedding is added to the token embedding
+    embed_scale: float = 1.0  # the token embedding's factor, rounded to the model's dtype
     tied_head: bool = False
     makes_text: bool = True  # False if the checkpoint lacks an output head; the embedding then replaces it
     logit_scale: float = 1.0  # factor of the logits
@@ -53,7 +53,7 @@ class DecoderSpec:
     # Schemes (runtime.quant.scheme) for the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
-    shard: Shard = ALONE  # this spec holds the layers' shares and the vocab_size of this rank
+    shard: Shard = ALONE  # this spec holds this rank's layer shares and vocab_size
     of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # the whole spec; None without ranks
 
     @property
@@ -95,7 +95,7 @@ class DecoderSpec:
 
     @property
     def layer_embed_size(self) -> int:
-        """The width of an embedding of tokens that each layer has; 0 for none."""
+        """The width of each layer's own token embedding; 0 for none."""
         return self.layers[0].embed_size
 
     @property
@@ -141,9 +141,9 @@ class DecoderSpec:
         return has_tokens and all(layer.is_divided_by(size, self.ffn_unit(i)) for i, layer in enumerate(self.layers))
 
     def ffn_unit(self, layer: int) -> int:
-        """Return the intermediate values of experts in mxfp4 that ranks do not divide; 1 for other layers.
+        """Return the experts' intermediate values in mxfp4 that ranks do not divide; 1 for other layers.
 
-        The 2,880 of gpt-oss divided by two would cut the 64 columns that kernels read together."""
+        gpt-oss's 2,880 divided by two would cut the 64 columns that kernels read together."""
         scheme = (self.quantization or {}).get(f"layers.{layer}.experts.0.down.weight")
         is_mxfp4 = scheme is not None and (scheme.encoding, scheme.group_size) == ("fp4", 32) and not scheme.dequantized
         return _MXFP4_UNIT if is_mxfp4 and self.layers[layer].ffn.size % _MXFP4_UNIT == 0 else 1

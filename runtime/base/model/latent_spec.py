@@ -20,15 +20,15 @@ class LatentSpec:
     """The attention over latents of one layer."""
 
     num_heads: int
-    rank: int  # width of the latent of keys and values
-    rope_dim: int  # elements with rotary positions, of a key and of each head's q
-    nope_dim: int  # elements without positions, of each head's k and q
+    rank: int  # width of the latent for keys and values
+    rope_dim: int  # elements with rotary positions in a key and in each head's q
+    nope_dim: int  # elements without positions in each head's k and q
     value_dim: int  # width of a head's v
-    q_rank: int = 0  # width of the latent of q; 0 if q is a map of the hidden states
+    q_rank: int = 0  # width of q's latent; 0 if q is a projection of the hidden states
     norm_eps: float = 1e-6  # epsilon of both latents' norms
     split_up: bool = False  # the checkpoint has kv_b as two maps: k_b, a head's [rank, nope_dim], and v_b
     rope: RopeSpec = _ROPE
-    scale: float | None = None  # factor of the scores; None for head_dim ** -0.5
+    scale: float | None = None  # the scores' factor; None for head_dim ** -0.5
 
     num_kv_heads = 1
     kv_source = None
@@ -62,11 +62,11 @@ class LatentSpec:
     @property
     def activations(self) -> int:
         """Elements per token between its maps: q, queries over latents, their results, and values."""
-        of_head = self.head_dim + 2 * self.rank + self.value_dim
-        return 2 * (self.q_rank + self.stored) + self.num_heads * of_head
+        per_head = self.head_dim + 2 * self.rank + self.value_dim
+        return 2 * (self.q_rank + self.stored) + self.num_heads * per_head
 
     def has_whole_blocks(self, size: int) -> bool:
-        """Return True if a head's outputs in both kv_b maps consist of whole blocks of `size`."""
+        """Return True if whole blocks of `size` make up a head's outputs in both kv_b maps."""
         return self.rank % size == 0 and self.value_dim % size == 0
 
     def is_divided_by(self, size: int) -> bool:
@@ -74,7 +74,7 @@ class LatentSpec:
         return self.num_heads % size == 0
 
     def of_rank(self, size: int) -> LatentSpec:
-        """Return the attention of one of `size` ranks."""
+        """Return one rank's attention, among `size`."""
         return replace(self, num_heads=self.num_heads // size)
 
     def reorders(self, name: str) -> bool:
@@ -82,7 +82,7 @@ class LatentSpec:
         return False
 
     def linears(self, hidden: int, scheme_of: SchemeOf) -> Linears:
-        """Return the maps. Both maps of the hidden states are one, unless kv_a ends within a block of shared scales."""
+        """Return the maps. The two input maps are one, unless kv_a ends within a block of shared scales."""
         q = self.num_heads * self.head_dim
         first: Shapes = {"q_a": (self.q_rank, hidden)} if self.q_rank else {"q": (q, hidden)}
         kv_a: Shapes = {"kv_a": (self.stored, hidden)}
@@ -109,8 +109,8 @@ class LatentSpec:
         whole_maps = {"q_a": self.q_rank, "kv_a": self.stored}
         if part in whole_maps:
             return [Share(range(whole_maps[part]), whole_maps[part])]
-        of_head = {
+        sizes = {
             "q": self.head_dim, "q_b": self.head_dim, "kv_b": self.expanded, "k_b": self.rank, "v_b": self.value_dim,
             "out": self.value_dim,
         }  # fmt: skip
-        return [shard.share(self.num_heads * of_head[part])]
+        return [shard.share(self.num_heads * sizes[part])]

@@ -13,8 +13,8 @@ from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # swiglu_clamped: the largest gate, and the largest magnitude of up
-PRE_NORMS = ("attn_norm", "ffn_norm")  # before the mixer and the feed-forward layer
-POST_NORMS = ("post_attn_norm", "post_ffn_norm")  # after each of them, before the residual
+PRE_NORMS = ("attn_norm", "ffn_norm")  # norms before the mixer and the feed-forward layer
+POST_NORMS = ("post_attn_norm", "post_ffn_norm")  # norms after each, before the residual
 _BESIDE_NORMS = ("experts_norm", "post_dense_norm", "post_experts_norm")
 
 MixerSpec = AttentionSpec | LatentSpec | DeltaRuleSpec | ShortConvSpec
@@ -22,15 +22,15 @@ MixerSpec = AttentionSpec | LatentSpec | DeltaRuleSpec | ShortConvSpec
 
 @dataclass(frozen=True, slots=True)
 class FfnSpec:
-    """A feed-forward layer, or a mixture of experts of this shape."""
+    """A feed-forward layer, or a mixture with experts of this shape."""
 
-    size: int  # intermediate values; of one expert in a mixture
-    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # for the gate
-    gated: bool = True  # without a gate, `up` alone is activated
+    size: int  # intermediate values; one expert's in a mixture
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # the gate's
+    gated: bool = True  # `up` alone is activated if false
     ffn_bias: bool = False
     fused_gate_up: bool = False  # the checkpoint has gate and up as one tensor
     experts: ExpertsSpec | None = None
-    beside: int = 0  # with experts: the size of a feed-forward layer that runs next to them, with its own norms
+    beside: int = 0  # the size of a feed-forward layer that runs next to experts, with its own norms
 
     def __post_init__(self) -> None:
         if self.ffn_bias and self.experts is not None and self.experts.shared > 1:
@@ -67,7 +67,7 @@ class LayerSpec:
     mixer: MixerSpec
     ffn: FfnSpec
     norms: tuple[str, ...] = PRE_NORMS
-    embed_size: int = 0  # the width of an embedding of tokens that the layer has (Gemma 4); 0 for none
+    embed_size: int = 0  # the width of the layer's own token embedding (Gemma 4); 0 for none
     has_factor: bool = False  # the hidden states after the layer are multiplied by a factor
 
     def is_divided_by(self, size: int, unit: int) -> bool:

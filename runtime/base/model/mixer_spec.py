@@ -1,6 +1,6 @@
 """Mixers as data: the part of a layer in which a token meets the tokens before it.
 
-Attention is in `attention_spec.py` and `latent_spec.py`. These mixers summarize a request in a state of fixed size."""
+Attention is in `attention_spec.py` and `latent_spec.py`. These mixers summarize a request in a fixed-size state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.base.shard import Shard, Share
 
 Shapes = dict[str, tuple[int, ...]]
 Linears = dict[str, tuple[Shapes, bool]]  # fused name -> ({part: (out, in) shape}, has a bias), parts in row order
-SchemeOf = Callable[[str], Any]  # the quantization scheme of a part, or None
+SchemeOf = Callable[[str], Any]  # a part's quantization scheme, or None
 
 
 class StateMixerSpec:
@@ -54,7 +54,7 @@ class DeltaRuleSpec(StateMixerSpec):
         return self.key_heads % size == 0
 
     def of_rank(self, size: int) -> DeltaRuleSpec:
-        """Return the mixer of one of `size` ranks."""
+        """Return one rank's mixer, among `size`."""
         return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)
 
     def state(self, layers: tuple[int, ...], dtype: str) -> StateGroupSpec:
@@ -66,7 +66,7 @@ class DeltaRuleSpec(StateMixerSpec):
         return self.by_key_head and name in ("mix_in", "mix_gates")
 
     def linears(self, hidden: int, scheme_of: SchemeOf) -> Linears:
-        """Return the maps. Those of rate and decay are apart if their quantization differs from that of the others."""
+        """Return the maps. Rate and decay are separate if they are quantized differently from the others."""
         heads, wide = self.value_heads, self.channels + self.values
         parts: Shapes = {"mix_qkv": (self.channels, hidden), "mix_z": (self.values, hidden)}
         gates: Shapes = {"mix_b": (heads, hidden), "mix_a": (heads, hidden)}
@@ -108,7 +108,7 @@ class ShortConvSpec(StateMixerSpec):
         return self.channels % size == 0
 
     def of_rank(self, size: int) -> ShortConvSpec:
-        """Return the mixer of one of `size` ranks."""
+        """Return one rank's mixer, among `size`."""
         return replace(self, channels=self.channels // size)
 
     def state(self, layers: tuple[int, ...], dtype: str) -> StateGroupSpec:

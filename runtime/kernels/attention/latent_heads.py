@@ -1,4 +1,4 @@
-"""Products of each head with its own matrix: q with the keys' part of kv_b, attended latents with the values' part.
+"""Each head's products with its own matrix: q with kv_b's key part, attended latents with its value part.
 
 A step with few rows reads the matrices once, with many small programs. Each has its part of a matrix in registers
 before the previous kernel ends. In deterministic mode tiles have one shape, and
@@ -67,7 +67,7 @@ def head_product_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def head_product_triton(
     x: torch.Tensor, weight: torch.Tensor, deterministic: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`head_product_torch` as one kernel. Tokens and heads of x and of `out` may be strided."""
+    """`head_product_torch` as one kernel. x and `out` may have strided tokens and heads."""
     (num_tokens, num_heads, size_in), size_out = x.shape, weight.shape[2]
     if out is None:
         out = torch.empty((num_tokens, num_heads, size_out), dtype=x.dtype, device=x.device)

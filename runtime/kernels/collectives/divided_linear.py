@@ -95,7 +95,7 @@ class ColumnLeaves(Linear):
 def by_leaves_of_inputs(leaves: Sequence[tuple[int, Product]]) -> Product:
     """Map x to all leaves' results side by side in float32, [num_tokens, len(leaves) * out].
 
-    A leaf is its number of inputs, which are the next columns of x, and its product."""
+    A leaf has a number of inputs, x's next columns, and its product."""
     sizes, products = [size for size, _ in leaves], [product for _, product in leaves]
     return lambda x: torch.cat(
         [product(part.contiguous()).float() for product, part in zip(products, x.split(sizes, 1), strict=True)], 1

@@ -36,7 +36,7 @@ def _moe_fp8_w8a8_kernel(
     x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K]
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor: [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
-    scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
+    scales_ptr,  # float32 [weight rows], or [weight rows / 128, K / 128]
     bias_ptr,  # [rows of weights], with BIAS
     out_ptr,  # [num_choices, N], fp8 with ACTIVATION
     out_scales_ptr,  # [num_choices, N / BLOCK_N], written with ACTIVATION

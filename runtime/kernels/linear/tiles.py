@@ -73,7 +73,7 @@ def tile_place(tile, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The first column of this program's part of K, and the column after its last."""
+    """The first column in this program's part of K, and the column after its last."""
     size = tl.cdiv(tl.cdiv(K, SPLIT), BLOCK_K) * BLOCK_K
     first = tl.program_id(1) * size
     return first, tl.minimum(first + size, K)

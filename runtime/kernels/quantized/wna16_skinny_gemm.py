@@ -1,7 +1,7 @@
 """Products for up to 16 rows with quantized weights (4 or 8 bits) and 16-bit activations.
 
 Reading and upcasting the weight takes most of the time. As in `linear/skinny_gemm.py`, a program has a few
-weight rows and the whole of K, and requests its first weights before it waits for the previous kernel. Chunks of K are
+weight rows and the whole of K, and requests its first weights before it waits for the previous kernel. K's chunks are
 summed in the order of `wna16_sum_order`. One row has a kernel without matrix units for encodings that can be multiplied
 without an upcast (`wna16_gemv.py`).
 """

@@ -3,7 +3,7 @@
     cloud/BUCKET-HASH/blobs/KEY              a file; KEY is a hash of its name, length and version in the bucket
     cloud/BUCKET-HASH/snapshots/KEY/NAME     a hard link to it; a snapshot has all files of one listing
 
-An object that changes has another key. So an interrupted download resumes only with bytes of the same object, and a
+An object that changes has another key. So an interrupted download resumes only with the same object's bytes, and a
 stored snapshot never mixes two versions.
 """
 
@@ -27,9 +27,9 @@ from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.hub import model_files
 from runtime.loading.sources.names import CLOUD_PACKAGES, CloudName
 
-_PIECE_BYTES = 16 << 20  # of one request to a bucket
-_TRIES = 4  # without a byte in between
-# Keys of fsspec's description of an object that change with its content, best first.
+_PIECE_BYTES = 16 << 20  # bytes in one request to a bucket
+_TRIES = 4  # tries without a byte in between
+# Keys in fsspec's description of an object that change with its content, best first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "version_id", "LastModified", "last_modified", "mtime", "created")
 _SECRET = re.compile(r"(?i)((?:sig|signature|token|password|secret|key)[\w-]*\s*[=:]\s*)[^\s&,;]+")
 
@@ -40,7 +40,7 @@ class _Object(NamedTuple):
     path: str
     size: int
     version: str
-    md5: str  # in hex; empty if the store has none
+    md5: str  # hex; empty if the store lacks it
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ def cloud_folder(name: CloudName, cache: Path, progress: bool, weights: bool = T
     system, path = _opened(name)
     try:
         objects = _found(system, path)
-    except Exception as e:  # of many kinds, each store's own
+    except Exception as e:  # there are many kinds, each store's own
         stored = sorted(home.glob("snapshots/*"), key=lambda folder: folder.stat().st_mtime)
         if found := next((it for folder in reversed(stored) if (it := _within(folder, name, weights))), None):
             return found
@@ -98,7 +98,7 @@ def _opened(name: CloudName) -> tuple[Any, str]:
             f"{name.url} needs the package {CLOUD_PACKAGES[scheme]}, which is not installed; "
             "run: pip install 'callboard[cloud]'"
         ) from None
-    except Exception as e:  # without a region or an account's name, for example
+    except Exception as e:  # a region or an account's name is missing, for example
         raise _sentence(name, e) from None
     return system, str(path)
 
@@ -108,7 +108,7 @@ def has_file(name: CloudName, file: str, cache: Path) -> bool:
     system, path = _opened(name)
     try:
         return any(one.name == file for one in _found(system, path))
-    except Exception as e:  # of many kinds, each store's own
+    except Exception as e:  # there are many kinds, each store's own
         if any(_home(name, cache).glob(f"snapshots/*/{file}")):
             return True
         raise _sentence(name, e) from None
@@ -127,7 +127,7 @@ def _found(system: Any, path: str) -> list[_Object]:
 
 
 def _listed(system: Any, path: str) -> list[_Object]:
-    """Return the objects of a folder, or of the folder with the .gguf file `path`."""
+    """Return the objects in a folder, or in the folder with the .gguf file `path`."""
     folder = path.rpartition("/")[0] if path.endswith(".gguf") else path
     system.invalidate_cache(folder)
     entries = system.ls(folder, detail=True)
@@ -137,7 +137,7 @@ def _listed(system: Any, path: str) -> list[_Object]:
 def _object(entry: Mapping[str, Any]) -> _Object:
     """Read fsspec's description of an object."""
     version = next((str(entry[key]) for key in _VERSIONS if entry.get(key)), "")
-    settings = entry.get("content_settings") or {}  # of Azure
+    settings = entry.get("content_settings") or {}  # Azure has these
     md5 = base64.b64decode(entry["md5Hash"]) if entry.get("md5Hash") else settings.get("content_md5")
     return _Object(entry["name"], int(entry["size"]), version, bytes(md5).hex() if md5 else "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MOST_STEP_US = 3000.0  # longer steps hide the host's time for masks
-_S_PER_BYTE = 3e-9  # CPU seconds per byte of expression and token of vocabulary, before the first build
+_S_PER_BYTE = 3e-9  # CPU seconds per expression byte and vocabulary token, before the first build
 _PRIOR_BYTES = 4096  # this estimate's weight, in bytes of expressions
 
 

@@ -40,7 +40,7 @@ class Matcher(ABC):
         return self._num_ended > 0 or self._is_complete()
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Set bit i % 32 of word i // 32 of `mask` [num_words], which is contiguous, if token i may come next.
+        """Set bit i % 32 of word i // 32 in `mask` [num_words], which is contiguous, if token i may come next.
 
         Raises CallboardError at a limit."""
         if not self._num_ended:

@@ -94,7 +94,7 @@ class _Follows:
 
 
 def _continuations(a: _Automaton, b: _Automaton) -> int:
-    """Return the bytes with which texts of `b` may go on after a text of `a`."""
+    """Return the bytes with which `b`'s texts may continue after a text of `a`."""
     num_steps = len(a.first) * len(b.first)
     found = 0
     seen: set[tuple[int, int]] = set()

@@ -35,7 +35,7 @@ _LONG_ESCAPE = re.compile(r"\\U(?:00)?([0-9a-fA-F]{6})")
 
 
 def read_ebnf(text: str) -> dict[str, Pattern]:
-    """Return the rules of a grammar, `root` among them; each reference leads to one of them. Raises GrammarError."""
+    """Return a grammar's rules, `root` among them; each reference leads to a rule. Raises GrammarError."""
     return _Reader(text).read()
 
 

@@ -1,6 +1,6 @@
 """Normalizes schemas: references, `allOf`, `oneOf` and the like become plain keywords and one `anyOf`.
 
-A normal schema allows what the schema allows, or a part of it where one_of.py narrows options. The steps are in
+A normal schema allows what the schema allows, or less where one_of.py narrows options. The steps are in
 `SchemaNormalizer.normalize`.
 """
 

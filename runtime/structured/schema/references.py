@@ -70,7 +70,7 @@ def _walk(value: Any, where: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the schemas of a document, and every other object that may be one, each with its pointer."""
     todo = [(value, where, False)]
     while todo:
-        value, where, is_map = todo.pop()  # the keys of a map are names of properties and the like
+        value, where, is_map = todo.pop()  # a map's keys are property names and the like
         if isinstance(value, list):
             todo += [(each, f"{where}/{i}", False) for i, each in enumerate(value)]
         if not isinstance(value, dict):

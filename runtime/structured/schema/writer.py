@@ -71,7 +71,7 @@ def rules_of(
     strict: bool | None = None,
     ignored: list[str] | None = None,
 ) -> dict[str, Rule]:
-    """Return the rules of `schema`, or of the root; the first one is `prefix` + "start". Raises GrammarError.
+    """Return the rules for `schema`, or for the root; the first one is `prefix` + "start". Raises GrammarError.
 
     `root` comes from `read`; for the other arguments see SchemaNormalizer."""
     return _Writer(SchemaNormalizer(root, checks, strict, [] if ignored is None else ignored), prefix).write(
@@ -193,7 +193,7 @@ class _Writer:
         return [value for t in types for value in ways[t]] if set(types) <= ways.keys() else None
 
     def _distinct(self, values: list[Any], least: int, most: int | None) -> Rule:
-        """Return the rule of some of `values`, each at most once."""
+        """Return the rule for some `values`, each at most once."""
         if len(values) <= _MAX_PERMUTED:
             return self._permuted(tuple(values), 0, least, len(values) if most is None else most, {})
         return self._members([(_value(value), False) for value in values], NEVER, least, most)

@@ -17,7 +17,7 @@ _LONGEST_ESCAPE, _ESCAPE = 12, 6  # characters in a pair, and in each half
 
 
 class CustomInputs:
-    """Turns the pieces of such calls into pieces of text."""
+    """Turns such calls' pieces into pieces of text."""
 
     def __init__(self, names: Collection[str]) -> None:
         """`names` are the custom tools; other calls pass unchanged."""

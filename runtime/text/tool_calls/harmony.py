@@ -28,7 +28,7 @@ class _Marks:
 
     def __init__(self, before: str) -> None:
         self.message = before + _MESSAGE
-        # The end of a message, or the beginning of the next one.
+        # A message's end, or the next one's beginning.
         self.ends = tuple(before + mark for mark in (*END_MARKS, "<|start|>", "<|channel|>"))
         self.end = re.compile("|".join(map(re.escape, self.ends)))
         self.max_header = MAX_HEAD_CHARS + len(self.message)

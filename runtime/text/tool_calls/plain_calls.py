@@ -164,7 +164,7 @@ class _Functions:
         return any(rest.startswith(each) or each.startswith(rest) for each in self._next)
 
     def calls(self, text: str) -> list[Call]:
-        """Return the calls of a JSON value; none unless all of it is calls."""
+        """Return a JSON value's calls; none unless it consists of calls."""
         try:
             values = _values.decode(text) if text[0] == "[" else [msgspec.Raw(text.encode())]
             found = [self._calls_of(_members.decode(value)) for value in values]

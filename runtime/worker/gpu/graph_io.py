@@ -1,4 +1,4 @@
-"""GraphIO: the host's end of kernels/step/graph_io.py, a ring of inputs for graphs and a ring of outputs."""
+"""GraphIO: the host's end of kernels/step/graph_io.py, an input ring for graphs and an output ring."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A tile is up to LANES neighbouring tokens in one row. Its queries read each chun
 L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
 absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
 is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
-sees. A sink is the first score of all, with a value of zeros."""
+sees. A sink is the first score, with zeros as its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
 _MOST_HEADS = 16  # heads in a task: its queries lie on the stack
-_FEW = 7  # tokens in a tile, up to which vectors of elements are faster than vectors of tokens
+_FEW = 7  # tokens in a tile, up to which element vectors are faster than token vectors
 
 
 def attention(

@@ -208,7 +208,7 @@ def _sums_of_lanes(vector: Callable[[int], Value]) -> Value:
 
 
 def _added(a: Value, b: Value, left: list[int], right: list[int]) -> Value:
-    """The sum of two lane selections, alike in all groups of four."""
+    """The sum of two lane selections, alike in each four lanes."""
     return _sum_of(a, b, *([start + i for start in range(0, LANES, 4) for i in order] for order in (left, right)))
 
 

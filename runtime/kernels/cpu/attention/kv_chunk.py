@@ -88,6 +88,6 @@ class Chunk:
 
 
 def seen_positions(base: Value, position: Value, count: Any, window: int) -> tuple[Value, Value]:
-    """Begin and end of a chunk's positions that any of `count` neighbouring tokens sees."""
+    """Begin and end of a chunk's positions that `count` neighbouring tokens see together."""
     end = minimum(position + count - base, CHUNK)
     return maximum(position - (window - 1) - base, 0) if window else number(0, i64), end

@@ -34,16 +34,16 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 
-SPAN = 256  # columns of a sum
-MOST_BLOCKS = 3  # of a tile
-_UNROLLED = 4  # columns of a compiled step
+SPAN = 256  # columns per sum
+MOST_BLOCKS = 3  # blocks per tile
+_UNROLLED = 4  # columns per compiled step
 _LINE = 64  # bytes
-# Blocks that one row multiplies at once, and bytes that are prefetched ahead, by the bytes of a number.
+# Blocks that one row multiplies at once, and bytes that are prefetched ahead, by bytes per element.
 _BLOCKS_OF_ROW, _AHEAD = {2: 1, 4: 4}, {2: 8192, 4: 4096}
 
 
 def dense_product(
-    values: U8s,  # [blocks, K, 16] of a dtype
+    values: U8s,  # [blocks, K, 16], some dtype
     x: F32s,  # [rows, K], rows x_stride apart
     bias: F32s,  # [blocks * 16], read if has_bias
     converted: F32s,  # [parts, MOST_BLOCKS, K, 16], memory for blocks, if `converts`
@@ -58,11 +58,11 @@ def dense_product(
     target: Target,
     dtype: torch.dtype,
     is_one_row: bool,
-    converts: bool,  # blocks to float32 before their first product: faster with many rows
-    adds: bool,  # to what `out` holds
+    converts: bool,  # turns blocks to float32 before their first product: faster with many rows
+    adds: bool,  # adds to what `out` holds
     has_bias: bool,
 ) -> None:
-    """Part i of n: a share of the blocks of the weight, for all rows of x."""
+    """Part i/n: a share of the weight's blocks, for all rows of x."""
     assert not (converts and is_one_row), "`converted` has no room for the blocks of one row"
     _, blocks_at_once = tiling(target, dtype, is_one_row)
     blocks = share(num_blocks, part, parts, blocks_at_once[0])
@@ -78,7 +78,7 @@ class DenseRows(NamedTuple):
     x: Pointer
     stride: Value
     columns: Value
-    numbers: Pointer | None = None  # of the rows that are multiplied; None for all rows in their order
+    numbers: Pointer | None = None  # numbers of the rows that are multiplied; None for all rows in order
 
 
 def multiply_dense_blocks(
@@ -115,7 +115,7 @@ def multiply_dense_blocks(
 
 
 def _store(results: Results, place: Value, first_block: Value, totals: Pointer, wide: int) -> None:
-    """Store the results of a row; `place` is that of its first output."""
+    """Store a row's results; `place` is its first output's."""
     for b in range(wide):
         at = (first_block + b) * ROWS
         result = totals.load(b * ROWS, ROWS)
@@ -127,7 +127,7 @@ def _store(results: Results, place: Value, first_block: Value, totals: Pointer, 
 
 
 def tiling(target: Target, dtype: torch.dtype, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of rows of x, and of blocks, that a tile has; both fall to 1."""
+    """A tile's numbers of x rows and blocks; both fall to 1."""
     if is_one_row:
         most = _BLOCKS_OF_ROW[dtype.itemsize]
         return (1,), (most, 1) if most > 1 else (1,)
@@ -151,13 +151,13 @@ class _Blocks:
         return copy
 
     def multiply(self, rows: list[Pointer], totals: Pointer, is_one_row: bool) -> None:
-        """The sums of all pairs of a row and a block, row after row."""
+        """The sums for all pairs (row, block), row after row."""
         count = len(rows) * len(self._blocks)
         for i in range(count):
             totals.store(i * ROWS, zeros(f32(ROWS)))
         for begin in loop(0, self.columns, SPAN):
             end, sums = minimum(begin + SPAN, self.columns), [variable(zeros(f32(ROWS))) for _ in range(count)]
-            unrolled = _UNROLLED if is_one_row else 1  # more than 1 moves sums of many rows out of registers
+            unrolled = _UNROLLED if is_one_row else 1  # more than 1 moves many rows' sums out of registers
             whole = begin + (end - begin) // unrolled * unrolled
             for column in loop(begin, whole, unrolled):
                 if is_one_row:

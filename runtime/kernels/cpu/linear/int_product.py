@@ -155,7 +155,7 @@ def multiply_blocks(
 
 
 class _Rows:
-    """A tile of quantized rows of x."""
+    """A tile of quantized x rows."""
 
     def __init__(self, stored: StoredRows, first: Value, tile: int, lanes: int) -> None:
         self.tile, self.num_chunks, self.limbs, self.lanes = tile, stored.num_chunks, stored.limbs, lanes
