@@ -37,12 +37,12 @@ def _arch(file: GgufFile) -> str:
 
 
 def stored(file: GgufFile, key: str) -> Any:
-    """The value of a key of the file's architecture, of any type; None without it."""
+    """An architecture key's value, of any type; None without it."""
     return file.metadata.get(f"{_arch(file)}.{key}")
 
 
 def value(file: GgufFile, key: str, kind: type[T], default: T | None = None) -> T:
-    """`GgufFile.value` of a key of the file's architecture."""
+    """`GgufFile.value` of an architecture key."""
     return file.value(f"{_arch(file)}.{key}", kind, default)
 
 

@@ -21,8 +21,8 @@ from runtime.models.weights import ReadWeight
 from runtime.quant.held_weight import HeldWeight, joined
 from runtime.quant.weight_format import WeightFormat
 
-FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
-# Each rank of a group has some inputs of these maps, so results are summed over ranks.
+FormatOf = Callable[[str], WeightFormat]  # argument: the parameter name
+# Each rank in a group has some inputs for these maps, so results are summed over ranks.
 SUMS = ("out", "mix_out", "down", "dense_down")
 _ROUTER_ROWS = 8  # a router with the row of the shared experts has a multiple, so that its logits are aligned
 _AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
@@ -62,14 +62,14 @@ class LinearMaps:
         return LinearMaps.columns(self, self._parts(prefix, name), None)
 
     def columns(self, parts: list[HeldWeight], bias: torch.Tensor | None) -> Linear:
-        """The map with these rows. Each rank of a group has some of its outputs."""
+        """The map with these rows. Each rank in a group has some outputs."""
         return self.kernels.linear([part.operand for part in parts], bias)
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
-        """The mixture of experts of a layer."""
+        """A layer's mixture of experts."""
         prefixes = self._expert_prefixes(prefix, spec)
-        own, of_shared = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
-        is_one = self.kernels.mixes_experts or own.joins(of_shared)
+        own, shared_format = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
+        is_one = self.kernels.mixes_experts or own.joins(shared_format)
         routed = spec if is_one else replace(spec, shared=0, shared_gate=False)
         router = self._router(prefix, routed)
         experts = ((self._operands(p, "gate_up"), self._operands(p, "down")) for p in prefixes[: routed.all_experts])
@@ -81,7 +81,7 @@ class LinearMaps:
         return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:
-        """The norms over all heads of q and of k."""
+        """The norms over all heads, for q and k."""
         weights = [self.turned(name) for name in (f"{prefix}q_heads_norm", f"{prefix}k_heads_norm")]
         parts = [HeadsWeight(weight, [len(weight)]) for weight in weights]
         return HeadsNorm(parts, self.spec.norm_eps, self.kernels.norm_in_place, OneRank())
@@ -119,7 +119,7 @@ class LinearMaps:
         return max(1, _AT_ONCE // (columns * multiple)) * multiple if multiple else 0
 
     def turned(self, name: str) -> torch.Tensor:
-        """The weight of a norm of q or k, in the order that `rope_table` needs."""
+        """The norm weight for q or k, in the order that `rope_table` needs."""
         weight = self.dense(name)
         attention = self.spec.layers[_layer_of(name)].mixer
         assert isinstance(attention, AttentionSpec)
@@ -172,9 +172,9 @@ def _layer_of(prefix: str) -> int:
 
 
 def row_order(spec: DecoderSpec, layer: int, name: str) -> torch.Tensor | None:
-    """The order of the first rows of a layer's fused map that the kernels need; None if it is that of the checkpoint.
+    """The order that kernels need for the first rows in a layer's fused map; None if it is the checkpoint's.
 
-    Heads of q and k are in the order of `rope_table`, and rows that the checkpoint groups by head in that of UNGROUPED.
+    Heads of q and k follow `rope_table`, and rows that the checkpoint groups by head follow UNGROUPED.
     """
     mixer = spec.layers[layer].mixer
     if not mixer.reorders(name):

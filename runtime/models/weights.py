@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -160,24 +161,19 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    dense = dict[str, torch.Tensor]()  # a parameter's parts are read one after another
-    quantized = dict[str, Tensors]()
+    drawn = dict[str, Callable[[tuple[Part, ...]], Tensors]]()  # parts of a parameter are read one after another
 
     def read(parameter: str, part: Part | None = None) -> HeldWeight:
         weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)
-        if parameter not in dense and parameter not in quantized:
-            dense.clear()
-            quantized.clear()
-            if (drawn := weight_format.random(shapes[parameter], generator)) is not None:
-                quantized[parameter] = tuple(tensor.to(numerics.device) for tensor in drawn)
+        if parameter not in drawn:
+            drawn.clear()
+            if (quantized := weight_format.random(shapes[parameter], generator)) is not None:
+                on_device = tuple(tensor.to(numerics.device) for tensor in quantized)
+                drawn[parameter] = partial(weight_format.parts_of_random, on_device, numerics=numerics)
             else:
                 numbers = random_parameter(parameter, shapes[parameter], generator)
-                dense[parameter] = numbers.to(numerics.device, numerics.dtype)
-        if parameter in quantized:
-            tensors = weight_format.parts_of_random(quantized[parameter], parts, numerics)
-        else:
-            tensors = weight_format.encode(dense[parameter], parts)
-        return HeldWeight((parameter,), weight_format, tensors)
+                drawn[parameter] = partial(weight_format.encode, numbers.to(numerics.device, numerics.dtype))
+        return HeldWeight((parameter,), weight_format, drawn[parameter](parts))
 
     return read
 

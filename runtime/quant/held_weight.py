@@ -15,7 +15,7 @@ class HeldWeight(NamedTuple):
 
     names: tuple[str, ...]  # its parameters
     weight_format: WeightFormat
-    tensors: Tensors  # each with rows for the rows of the weight, or for blocks of them
+    tensors: Tensors  # each has a row for a weight row or a block
 
     @property
     def dense(self) -> torch.Tensor:
@@ -47,7 +47,7 @@ def held_dense(name: str, numbers: torch.Tensor) -> HeldWeight:
 
 
 def joined(weights: Sequence[HeldWeight], row_order: torch.Tensor | None = None) -> list[HeldWeight]:
-    """Join neighbours with formats that join. The first rows are reordered if an order is given."""
+    """Join neighbours in matching formats. The first rows are reordered if an order is given."""
     groups, found, at = list[list[HeldWeight]](), list[HeldWeight](), 0
     for weight in weights:
         if groups and groups[-1][0].weight_format.joins(weight.weight_format):

@@ -82,11 +82,11 @@ def _form(encoding: Encoding) -> WeightForm:
     if _is_e2m1(encoding):  # half a power of two is exact in bfloat16
         dtype = torch.bfloat16 if encoding.scale_dtype == torch.float8_e8m0fnu else encoding.scale_dtype
         return WeightForm(bits, encoding.group_size, dtype, E2M1_OFFSET, is_e2m1=True)
-    of_factors = torch.uint8 if encoding.has_zero_points else torch.int8
+    factor_dtype = torch.uint8 if encoding.has_zero_points else torch.int8
     return WeightForm(
         bits,
         encoding.group_size,
-        of_factors if encoding.super_size else encoding.scale_dtype,
+        factor_dtype if encoding.super_size else encoding.scale_dtype,
         0 if encoding.has_zero_points else 1 << bits - 1,
         encoding.has_zero_points,
         encoding.super_size,

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # key:
 
 
 def backend_format(numerics: Numerics) -> type[QuantizedFormat] | None:
-    """The format of weights that stay quantized on a backend; None if it dequantizes all of them."""
+    """The format that keeps weights quantized on a backend; None if it dequantizes all weights."""
     if numerics.backend == "llvm":
         from runtime.quant.llvm_format import LlvmFormat
 
@@ -71,7 +71,7 @@ def backend_format(numerics: Numerics) -> type[QuantizedFormat] | None:
 
 
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
-    """A function from the name of a parameter of `spec.shapes()` to its format.
+    """Return a function from a parameter name in `spec.shapes()` to its format.
 
     The parts of a fused layer get formats that the backend's kernels multiply as one. Without numerics, formats only
     describe the checkpoint."""
@@ -163,7 +163,7 @@ def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], 
 
 
 def _mixtures(spec: DecoderSpec, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """A weight of an expert -> the weights of its mixture, or of the shared experts."""
+    """An expert's weight -> all weights in its mixture, or all shared experts' weights."""
     groups = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
         layer, _, expert = name.partition(".experts.")

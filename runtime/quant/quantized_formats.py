@@ -72,10 +72,10 @@ class QuantizedFormat(WeightFormat):
         layout: CheckpointLayout,
         encoding: Encoding,
         numerics: Numerics,
-        of_expert: bool = False,
+        is_expert: bool = False,
         by_row: bool = False,  # each row gets a copy of its block's scales, so that rows can be reordered
     ) -> None:
-        self.layout, self.numerics, self._of_expert = layout, numerics, of_expert
+        self.layout, self.numerics, self._is_expert = layout, numerics, is_expert
         self._scale_rows = encoding.scale_rows if by_row else 1
         self.encoding = encoding.by_row if by_row else encoding
         self.name = self.encoding.name

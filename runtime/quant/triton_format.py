@@ -49,7 +49,7 @@ class TritonFormat(QuantizedFormat):
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
         encoding = self.encoding
         size = encoding.flat.device_bytes(shape)
-        if not self._of_expert:
+        if not self._is_expert:
             return size
         values = value_bytes(encoding.bits, shape)
         if encoding.bits != 4 or not encoding.group_size:

@@ -171,7 +171,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def joins(self, other: WeightFormat) -> bool:
-        """True if weights in both formats can be rows of one weight, or experts of one mixture."""
+        """True if one weight can have rows in both formats, or one mixture experts."""
 
 
 _FLOATS = (

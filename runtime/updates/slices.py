@@ -155,5 +155,5 @@ def narrowed(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
 
 
 def parts_by_name(of: Mapping[str, Parts], name: str) -> Parts:
-    """The recorded parts of a tensor; all of it if it was not read."""
+    """The recorded parts of a tensor; the whole if it was not read."""
     return of.get(name, (None,))

@@ -69,7 +69,7 @@ class CompiledOperations:
         return Experts(spec, router, products, lambda product: product, self._around.activate)
 
     def lookup(self, table: torch.Tensor | InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
-        """Rows of a table, times a factor; valid until the next lookup of as many columns."""
+        """Table rows, times a factor; valid until the next lookup of as many columns."""
         if isinstance(table, torch.Tensor) and self.attention is None:
             return lookup_torch(table, ids, factor)
         num_rows, columns = len(ids), table.shape[1]

@@ -57,10 +57,10 @@ def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
 
 
 def interleave(form: WeightForm, pieces: Iterable[Sequence[torch.Tensor]], num_rows: int) -> InterleavedWeight:
-    """A weight of `num_rows` from consecutive pieces of its rows, as `row_major` returns them.
+    """A weight with `num_rows` from consecutive pieces, as `row_major` returns them.
 
-    All but the last have a multiple of 16 rows; a large weight needs little memory beside itself. Pieces may differ in
-    the dtype of their scales, and may lack the factors."""
+    All but the last have a multiple of 16 rows. A large weight needs little more memory than its own. Pieces may
+    differ in their scale dtype, and may lack the factors."""
     from runtime.kernels.cpu.linear.pack import pack_values  # imports llvmlite, which only CPUs need
 
     packed, block, parts = torch.empty(0), 0, list[list[torch.Tensor]]()

@@ -1,7 +1,7 @@
 """Packs a weight into the layout of its products.
 
-A weight with one value a byte gets that of `interleaved_weight.py`, as by `pack_torch`. A weight of floats gets
-blocks of 16 rows, transposed."""
+A weight with one value a byte gets that of `interleaved_weight.py`, as by `pack_torch`. Float weights get
+transposed blocks with 16 rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 
 _QUADS = COLUMNS // QUAD
 _AT_ONCE = 1 << 22  # numbers that are compared at once
-_FIRST = 1 << 12  # of them; they show most weights that need float32
+_FIRST = 1 << 12  # numbers at the start, which show most weights that need float32
 
 
 def pack(
