@@ -23,7 +23,7 @@ from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, 
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import spec_of
 from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec
-from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
+from runtime.kernels.attention.rope import HeadForm, rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 from runtime.kernels.norm.gated_activation import gated_activation_triton
@@ -100,9 +100,9 @@ def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     kv = randn(2, num_kv_heads, rows + 1, 16, dim)
     positions = torch.arange(rows, device="cuda", dtype=torch.int32)
     rope = rope_rows_triton(rope_table(attention.rope, dim, rows, torch.bfloat16).cuda(), positions)
-    norms = (randn(dim), randn(dim)) if attention.qk_norm == "head" else (None, None)
+    form = HeadForm("qkv", randn(dim), randn(dim), 1e-6) if attention.qk_norm == "head" else HeadForm()
     places = positions * 16
-    turn = lambda i: rope_store_kv_triton(qkv, rope, kv, places, *norms, 1e-6)  # noqa: E731
+    turn = lambda i: rope_store_kv_triton(qkv, rope, kv, places, form)  # noqa: E731
     yield Case("rope_store_kv", turn, 16, 2 * 2 * qkv.numel())
 
     state = torch.zeros(rows + 1, 8192 + 512, device="cuda", dtype=torch.int32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, 
 from benchmarks.library.measure import Results
 from runtime.base.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.kernels.attention.decode_attention import decode_attention
-from runtime.kernels.attention.paged_attention import PagedRows
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.worker.kv_cache import KVCache
@@ -60,7 +61,7 @@ def decode_seconds(
     sets = [paged_rows([length - count] * num_rows, count, max(length, 1 << 14), table) for table in tables]
 
     def launch(i: int) -> None:
-        decode_attention(q, kv, sets[i], scale=head_dim**-0.5, scales=scales, deterministic=deterministic)
+        decode_attention(q, kv, sets[i], AttentionForm(head_dim**-0.5), scales, deterministic=deterministic)
 
     return graph_seconds(launch, launches)
 
@@ -80,8 +81,8 @@ def prefill_seconds(
     table = 1 + torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[None]
     q = torch.randn(num_tokens, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     rows = paged_rows([cached], num_tokens, num_tokens + cached, table)
-    options = {"scale": head_dim**-0.5, "scales": scales, "deterministic": deterministic}
-    return graph_seconds(lambda _: prefill_attention(q, kv, rows, **options), 6)
+    attend = partial(prefill_attention, q, kv, rows, AttentionForm(head_dim**-0.5), scales, deterministic=deterministic)
+    return graph_seconds(lambda _: attend(), 6)
 
 
 def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, int, int]) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from runtime.base.types import CallboardError
+from runtime.kernels.operations import ADD_ADAPTERS
 from runtime.loading.adapter_files import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.decoder import Decoder
 from runtime.models.lora import (
@@ -38,7 +39,7 @@ class RunnerAdapters:
         self._decoder, self._weight_map, self._max_loras, self._max_rank = decoder, weight_map, max_loras, max_rank
         self._adapters: DecoderAdapters | None = None
         if max_loras:
-            add = decoder.kernels.add_adapters
+            add = decoder.kernels[ADD_ADAPTERS]
             self._adapters = make_decoder_adapters(decoder.spec, decoder.numerics, add, max_loras, max_rank)
             decoder.adapters = self._adapters
         self._on_gpu = decoder.numerics.device.type == "cuda"

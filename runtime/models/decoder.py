@@ -14,6 +14,7 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.operations import MULTIPLY, ROPE_ROWS, SOFT_CAP
 from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import ForwardBatch
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
@@ -49,7 +50,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
         eps = self.spec.norm_eps
-        ropes = [self.kernels.rope_rows(table, batch.positions) for table in self.ropes]
+        ropes = [self.kernels[ROPE_ROWS](table, batch.positions) for table in self.ropes]
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         h = self._embedded(batch)
         layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(batch.token_ids, h)
@@ -70,7 +71,7 @@ class Decoder:
                 assert step.layer_inputs is not None
                 layer.input.add_to(h, step.layer_inputs, eps)
             if layer.factor is not None:
-                self.kernels.multiply(h, layer.factor)
+                self.kernels[MULTIPLY](h, layer.factor)
         return h
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -88,7 +89,7 @@ class Decoder:
         """[n, hidden] of `forward` -> [n, vocab], or the `spec.token_ids` of a rank. Writes them into `out`, float32,
         if given (Triton backend)."""
         logits, cap = self.head.logits(hidden, self.head_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
-        return self.kernels.soft_cap(logits, cap) if cap else logits
+        return self.kernels[SOFT_CAP](logits, cap) if cap else logits
 
 
 class Mlp(NamedTuple):

@@ -15,6 +15,7 @@ from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.operations import ZEROS_LIKE
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, Layer, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
@@ -172,7 +173,7 @@ class LayerBuilder:
         )
         kernels = self.maps.kernels
         norms = before, of_dense, of_experts, post_norm
-        return DenseBeside(gate_up, down, experts, *norms, kernels.norm, kernels.zeros_like)
+        return DenseBeside(gate_up, down, experts, *norms, kernels.norm, kernels[ZEROS_LIKE])
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))

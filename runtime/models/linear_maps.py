@@ -16,6 +16,7 @@ from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer, Router, SharedBeside
 from runtime.kernels.linear.linear_torch import Linear, Operands
+from runtime.kernels.operations import LOOKUP, NORM_IN_PLACE
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
 from runtime.quant.held_weight import HeldWeight, joined
@@ -84,12 +85,12 @@ class LinearMaps:
         """The norms over all heads, for q and k."""
         weights = [self.turned(name) for name in (f"{prefix}q_heads_norm", f"{prefix}k_heads_norm")]
         parts = [HeadsWeight(weight, [len(weight)]) for weight in weights]
-        return HeadsNorm(parts, self.spec.norm_eps, self.kernels.norm_in_place, OneRank())
+        return HeadsNorm(parts, self.spec.norm_eps, self.kernels[NORM_IN_PLACE], OneRank())
 
     def embedding(self, name: str = "embed") -> Embedding:
         """The embedding of this name."""
         table = self._table(name)
-        return Embedding(table, partial(self.kernels.lookup, table))
+        return Embedding(table, partial(self.kernels[LOOKUP], table))
 
     def head(self, table: Any) -> Linear:
         """The output head. A tied head reuses the embedding's table, in its own format."""

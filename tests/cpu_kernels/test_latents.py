@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.attention.latent_torch import latent_store_torch
+from runtime.kernels.attention.latent_torch import LatentForm, latent_store_torch
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
@@ -43,8 +43,9 @@ def test_the_store_norms_and_rotates(num_heads, rope_dim, interleaved):
     kv_index = torch.tensor([40, 3, 200, 41, 383])
     want_q, want_kv = q.clone(), kv.clone()
     rope = tuple(half[positions].unsqueeze(1) for half in table)
-    latent_store_torch(want_q, latents.clone(), rope, norm, 1e-6, want_kv, kv_index, interleaved)
-    LATENTS.store(q, latents, (table, positions), norm, 1e-6, kv, kv_index, interleaved)
+    form = LatentForm(norm, 1e-6, interleaved)
+    latent_store_torch(want_q, latents.clone(), rope, want_kv, kv_index, form)
+    LATENTS.store(q, latents, (table, positions), kv, kv_index, form)
     torch.testing.assert_close(q, want_q, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(kv, want_kv, rtol=1e-6, atol=1e-6)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.attention.rope import rope_rows_torch, rope_store_kv_torch
+from runtime.kernels.attention.rope import HeadForm, rope_rows_torch, rope_store_kv_torch
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.llvm.compiler import assembly, target_of
@@ -56,7 +56,7 @@ class Case:
         wide = self.scales is None
         kv, scales = self.kv.float() if wide else self.kv.clone(), None if wide else self.scales.clone()
         rope = rope_rows_torch(self.table, self.positions)
-        q = rope_store_kv_torch(self.qkv.clone(), rope, kv, self.index, *self.norms, self.eps, scales)
+        q = rope_store_kv_torch(self.qkv.clone(), rope, kv, self.index, HeadForm("qkv", *self.norms, self.eps), scales)
         return q, kv.to(self.form.dtype), scales
 
 

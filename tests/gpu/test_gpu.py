@@ -14,6 +14,7 @@ from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.kernels.attention.rope import (
+    HeadForm,
     rope_rows_torch,
     rope_rows_triton,
     rope_store_kv_torch,
@@ -194,7 +195,7 @@ def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype, qk_n
     torch.cuda.synchronize()  # the kernel may start before the previous one has ended
     for rows, rope_store in ((rope_rows_torch, rope_store_kv_torch), (rope_rows_triton, rope_store_kv_triton)):
         kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
-        q = rope_store(qkv.clone(), rows(table, positions), kv, index, *weights, eps=1e-6)
+        q = rope_store(qkv.clone(), rows(table, positions), kv, index, HeadForm("qkv", *weights, 1e-6))
         written = kv[:, :, index, 0].transpose(1, 2).double()
         for got, want in (
             (q.double(), turned[:, :heads]),

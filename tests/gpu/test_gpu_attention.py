@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.kernels.attention.decode_attention import decode_attention
-from runtime.kernels.attention.paged_attention import paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from tests.support.kernels.attention_cases import check, paged_case, rows_of, sinks_of
 
@@ -80,7 +80,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
     starts, stream = rows.starts, torch.cuda.Stream()
 
     def layers() -> list[torch.Tensor]:
-        return [decode_attention(x, kv, rows, scale=0.09, deterministic=deterministic) for x in (q, 2 * q)]
+        return [decode_attention(x, kv, rows, AttentionForm(0.09), deterministic=deterministic) for x in (q, 2 * q)]
 
     with torch.cuda.stream(stream):
         layers()
@@ -96,7 +96,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
         graph.replay()
         torch.cuda.synchronize()
         for x, out in zip((q, 2 * q), outs, strict=True):
-            want = paged_attention_torch(x.double(), kv.double(), rows, scale=0.09)
+            want = paged_attention_torch(x.double(), kv.double(), rows, AttentionForm(0.09))
             assert (out.double() - want).norm() / want.norm() < 8e-3
 
 
@@ -106,12 +106,12 @@ def test_a_captured_launch_splits_work_by_current_rows(heads, window):
     """Few new tokens behind many. The device chooses the segments that their positions are cut into."""
     q, kv, rows = paged_case([(0, 0), (9000, 100), (4000, 60)], heads, 16, torch.bfloat16, "cuda")
     starts, q_starts, stream = rows.starts, rows.q_starts, torch.cuda.Stream()
-    options = {"scale": heads[2] ** -0.5, "window": window}
+    form = AttentionForm(heads[2] ** -0.5, window)
     with torch.cuda.stream(stream):
-        prefill_attention(q, kv, rows, **options)
+        prefill_attention(q, kv, rows, form)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            outs = [prefill_attention(x, kv, rows, **options) for x in (q, 2 * q)]
+            outs = [prefill_attention(x, kv, rows, form) for x in (q, 2 * q)]
     lengths = [(0, 9000, 4000), (0, 0, 0), (0, 7, 3000), (0, 4500, 64), (0, 130, 1)]
     edges = [(0, 0, 100, 160), (0, 0, 1, 160), (0, 0, 60, 100), (0, 0, 0, 59), (0, 0, 99, 99)]
     for rows_starts, rows_edges in zip(lengths, edges, strict=True):
@@ -125,7 +125,7 @@ def test_a_captured_launch_splits_work_by_current_rows(heads, window):
         torch.cuda.synchronize()
         end = rows_edges[-1]
         for x, out in zip((q, 2 * q), outs, strict=True):
-            want = paged_attention_torch(x[:end].double(), kv.double(), rows, **options)
+            want = paged_attention_torch(x[:end].double(), kv.double(), rows, form)
             assert (out[:end].double() - want).norm() / want.norm() < 8e-3
 
 
@@ -145,12 +145,12 @@ def check_bits(heads: tuple[int, int, int], dtype: torch.dtype, of_layer: dict) 
     """A token has the same bits in any chunk, beside any rows and in any blocks."""
     total = 1700
     q, kv, rows = paged_case([(0, total)], heads, 16, dtype, "cuda")
-    options = {"scale": heads[2] ** -0.5, "deterministic": True} | of_layer
+    form = AttentionForm(heads[2] ** -0.5, **of_layer)
 
     def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)
         part.prefix_ready = settled
-        return kernel(q[tokens], kv, part, **options)
+        return kernel(q[tokens], kv, part, form, deterministic=True)
 
     want = attend(prefill_attention, [(0, total)])
     for chunk in (1, 7, 64, 513):

@@ -11,8 +11,8 @@ from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import LatentUp, latent_store_torch
-from runtime.kernels.attention.paged_attention import PagedBatch, paged_attention_torch
+from runtime.kernels.attention.latent_torch import LatentForm, LatentUp, latent_store_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, paged_attention_torch
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
 from tests.support.kernels.attention_cases import rows_of
 from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
@@ -69,7 +69,7 @@ def test_the_store(sizes):
     ):
         own, kv = x.clone(), torch.zeros(1, 1, 64, 16, stored, dtype=dtype, device="cuda")
         q = own[:, :-stored].unflatten(1, (sizes.num_heads, -1))
-        store(q, own[:, -stored:], rope, norm.to(dtype), 1e-6, kv, places.int(), True)
+        store(q, own[:, -stored:], rope, kv, places.int(), LatentForm(norm.to(dtype), 1e-6, True))
         results.append((own[:, :-stored].float(), kv.float()))
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -126,7 +126,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
         torch.cuda.synchronize()
         absorbed = torch.einsum("nhk,hkm->nhm", q[..., :192].double(), up.keys_weight.double())
         wide = torch.cat((absorbed, q[..., 192:].double()), -1)
-        mixed = paged_attention_torch(wide, kv.double().expand(2, *kv.shape[1:]), rows, scale=0.02)
+        mixed = paged_attention_torch(wide, kv.double().expand(2, *kv.shape[1:]), rows, AttentionForm(0.02))
         mixed = mixed.view(*wide.shape)[..., :512]
         want = torch.einsum("nhr,hdr->nhd", mixed, up.values_weight.double()).flatten(1)
         assert (out.double() - want).norm() / want.norm() < 1e-2

@@ -5,9 +5,10 @@ import torch
 
 from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.decode_attention import decode_attention
-from runtime.kernels.attention.paged_attention import paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import (
+    HeadForm,
     rope_rows_torch,
     rope_rows_triton,
     rope_store_kv_torch,
@@ -62,7 +63,7 @@ def test_every_stored_value(code, attend):
     rows.slots = torch.arange(256, dtype=torch.int32, device="cuda")
     rows.tables = 1 + torch.arange(256, dtype=torch.int32, device="cuda")[:, None].repeat(1, 4)
     q = torch.zeros(256, 1, 64, dtype=torch.bfloat16, device="cuda")
-    got = attend(q, kv, rows, scale=1.0, scales=scales.cuda())
+    got = attend(q, kv, rows, AttentionForm(1.0), scales.cuda())
     assert torch.equal(got.float(), kv[1, 0, 1:257, 0].float().bfloat16().float())
 
     kv.zero_()
@@ -70,7 +71,7 @@ def test_every_stored_value(code, attend):
     kv[1, 0, 1:257, 0] = 1
     rows.starts, rows.max_len = rows.starts + 1, 2
     q[:, :, 5] = 1 / 64
-    got = attend(q, kv, rows, scale=1.0, scales=scales.cuda())[:, 0].double()
+    got = attend(q, kv, rows, AttentionForm(1.0), scales.cuda())[:, 0].double()
     want = (finite.double() / 64).sigmoid().cuda()
     torch.testing.assert_close(got, want, rtol=5e-3, atol=1e-4)
 
@@ -86,13 +87,13 @@ def test_stored_values(heads, qk_norm, kind):
         * torch.logspace(-4, 2.5, 200).cuda()[:, None, None]
     )
     qkv[7] = 0
-    norms = (torch.rand(2, dim, device="cuda").unbind(0), 1e-6) if qk_norm else ((None, None), 0.0)
+    form = HeadForm("qkv", *torch.rand(2, dim, device="cuda"), 1e-6) if qk_norm else HeadForm()
     table = rope_table(RopeSpec(), dim, 256, torch.float32).cuda()
     positions = torch.arange(200, dtype=torch.int32, device="cuda")
     index, caches = torch.randperm(256, device="cuda")[:200].int(), []
     for store, rows in ((rope_store_kv_triton, rope_rows_triton), (rope_store_kv_torch, rope_rows_torch)):
         kv, scales = encoded(kind, torch.ones(2, kv_heads, 16, 16, dim, device="cuda"))
-        store(qkv.clone(), rows(table, positions), kv, index, *norms[0], norms[1], scales)
+        store(qkv.clone(), rows(table, positions), kv, index, form, scales)
         caches.append(dequantize_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
     got, want = caches
     allowed = want.abs() / 8 + 1e-3 if kind == "fp8" else want.abs().amax(-1, keepdim=True) / 100 + 1e-5
@@ -110,10 +111,10 @@ def test_deterministic_bits_depend_only_on_the_token(heads, kind):
     def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)
         part.prefix_ready = settled
-        return kernel(q[tokens], kv, part, scale=heads[2] ** -0.5, scales=scales, deterministic=True)
+        return kernel(q[tokens], kv, part, AttentionForm(heads[2] ** -0.5), scales, deterministic=True)
 
     want = attend(prefill_attention, [(0, total)])
-    exact = paged_attention_torch(q.double(), kv, rows, scale=heads[2] ** -0.5, scales=scales)
+    exact = paged_attention_torch(q.double(), kv, rows, AttentionForm(heads[2] ** -0.5), scales)
     assert (want.double() - exact).norm() / exact.norm() < 8e-3
     for chunk in (7, 513):
         spans = [(a, min(chunk, total - a)) for a in range(0, total, chunk)]

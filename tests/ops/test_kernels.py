@@ -21,6 +21,7 @@ from runtime.kernels.attention.attention_torch import (
     decode_bucket,
     plan_attention,
 )
+from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.rope import rope_rows_torch, rope_store_kv_torch, rope_table
 from runtime.kernels.linear.linear_torch import can_pack, cpu_product
 from runtime.kernels.norm.gated_activation import gated_activation_exact, gated_activation_torch
@@ -161,8 +162,8 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
         for _ in range(2):  # as another layer, which reuses the masks of the first
-            got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap, sinks=sinks)
+            got = attention(q.clone(), kv, plan, AttentionForm(0.3, window, soft_cap, sinks))
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         if window:
-            full = attention(q.clone(), kv, plan, scale=0.3, soft_cap=soft_cap, sinks=sinks)
+            full = attention(q.clone(), kv, plan, AttentionForm(0.3, 0, soft_cap, sinks))
             assert (int((starts + counts).max()) > window) == (not torch.allclose(full, want, atol=2e-5, rtol=1e-4))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_exact, attention_torch, plan_attention
+from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.stored_kv import dequantize_kv, store_kv_torch
 from tests.support.kernels.attention_cases import encoded, every_fp8
 
@@ -57,8 +58,8 @@ def test_attention_reads_dequantized_values(kind, dtype):
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
         plan = plan_attention(tables, starts, counts, AttentionShape(4, 2, 12, 8, dtype, q.device, exact))
         for options in ({}, {"window": 9, "soft_cap": 2.0}, {"sinks": torch.tensor([1.0, -2.0, 0.5, 3.0])}):
-            got = attention(q.clone(), kv, plan, scales, scale=0.2, **options)
-            want = attention(q.clone(), plain, plan, scale=0.2, **options)
+            got = attention(q.clone(), kv, plan, AttentionForm(0.2, **options), scales)
+            want = attention(q.clone(), plain, plan, AttentionForm(0.2, **options))
             if exact and dtype != torch.float32:  # they are not rounded to the compute dtype there
                 torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
             else:

@@ -11,7 +11,7 @@ from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import LatentUp, latent_store_torch
+from runtime.kernels.attention.latent_torch import LatentForm, LatentUp, latent_store_torch
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
 from tests.support.kernels.attention_cases import rows_of
@@ -93,7 +93,7 @@ def test_the_store_norms_and_rotates(sizes, interleaved):
         (latent_store_triton, rope_rows_triton(table, positions.int())),
     ):
         kv, own = torch.zeros(1, 1, 4, 16, stored), q.clone().view(n, sizes.num_heads, -1)
-        store(own, latents, rope, norm, 1e-6, kv, places.int(), interleaved)
+        store(own, latents, rope, kv, places.int(), LatentForm(norm, 1e-6, interleaved))
         results.append((own, kv))
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want)

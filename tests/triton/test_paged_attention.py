@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.kernels.attention.decode_attention import decode_attention
-from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
 from runtime.kernels.triton_language import jit, tl
 from tests.support.kernels.attention_cases import check, paged_case, rows_of, sinks_of
@@ -15,7 +15,7 @@ from tests.support.kernels.attention_cases import check, paged_case, rows_of, si
 
 def test_the_twin_is_softmax_over_each_tokens_past():
     q, kv, rows = paged_case([(37, 1), (0, 5), (20, 3)], dtype=torch.float64)
-    got = paged_attention_torch(q, kv, rows, scale=0.1)
+    got = paged_attention_torch(q, kv, rows, AttentionForm(0.1))
     tables, starts, edges = rows.tables.numpy(), rows.starts.tolist(), rows.q_starts.tolist()
     for row, slot in enumerate(rows.slots.tolist()):
         for token in range(edges[row], edges[row + 1]):
@@ -43,7 +43,7 @@ def test_the_grid_of_a_long_prompt_fits_devices(monkeypatch):
     q = torch.empty((1 << 17, 32, 64), device="meta")
     ids = torch.empty(2, dtype=torch.int32, device="meta")
     rows = PagedRows(ids[:1], ids[:1], ids, ids.view(1, 2), 1, 1 << 17, 1 << 17, 1 << 17)
-    prefill_attention(q, torch.empty((2, 2, 9000, 16, 64), device="meta"), rows, scale=1.0)
+    prefill_attention(q, torch.empty((2, 2, 9000, 16, 64), device="meta"), rows, AttentionForm(1.0))
     ((places, *others),) = grids
     assert places >= 2 * (1 << 17) // 2
     assert all(size <= 65_535 for size in others)
@@ -171,12 +171,12 @@ def test_segments_cover_the_tiles(spans, num_programs, window):
 def test_rows_behind_other_tokens_of_the_step(before):
     """The others' rows are not written, and the announced number of tokens may be too large."""
     q, kv, rows = paged_case([(0, 1), (40, 1), (0, 0), (20, 35), (129, 17)], (4, 2, 64))
-    want = paged_attention_torch(q, kv, rows, scale=0.1)
+    want = paged_attention_torch(q, kv, rows, AttentionForm(0.1))
     q = torch.cat((torch.full((before, *q.shape[1:]), torch.nan), q))
     rows.q_starts, rows.num_tokens = rows.q_starts + before, rows.num_tokens + before
     for deterministic in (False, True):
         out = torch.full((len(q), want.shape[1]), 7.0)
-        prefill_attention(q, kv, rows, scale=0.1, deterministic=deterministic, out=out)
+        prefill_attention(q, kv, rows, AttentionForm(0.1), deterministic=deterministic, out=out)
         assert (out[:before] == 7.0).all()
         torch.testing.assert_close(out[before:], want, rtol=0, atol=1e-5)
 
@@ -200,12 +200,12 @@ def test_deterministic_bits_depend_only_on_the_token(window, has_sinks):
     places = torch.arange(total)
     index = rows.tables[rows.slots[0], places // 16].long(), places % 16
     kv[1][:, *index] *= torch.eye(64)[places % 64]
-    options = {"scale": 0.125, "window": window, "sinks": sinks_of(3) if has_sinks else None, "deterministic": True}
+    form = AttentionForm(0.125, window, sinks=sinks_of(3) if has_sinks else None)
 
     def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)
         part.prefix_ready = settled
-        return kernel(q[tokens], kv, part, **options)
+        return kernel(q[tokens], kv, part, form, deterministic=True)
 
     want = attend(decode_attention, [(550, 8)])
     assert torch.equal(attend(prefill_attention, [(508, 52)])[42:50], want)

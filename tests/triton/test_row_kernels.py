@@ -6,6 +6,7 @@ import torch
 from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.rope import (
+    HeadForm,
     rope_rows_torch,
     rope_rows_triton,
     rope_store_kv_torch,
@@ -61,11 +62,11 @@ def test_rope_and_the_store_of_keys_and_values(dtype):
     for i, (tokens, heads, kv_heads, dim) in enumerate(shapes):
         qkv = torch.randn(tokens, heads + 2 * kv_heads + i % 3, dim, dtype=dtype)[:, : heads + 2 * kv_heads]
         table, positions = rope_table(RopeSpec(), dim, 64, dtype), torch.randint(0, 64, (tokens,), dtype=torch.int32)
-        norms = (torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6) if i % 2 else ()
+        form = HeadForm("qkv", *torch.rand(2, dim, dtype=dtype), 1e-6) if i % 2 else HeadForm()
         kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
         twin, index = kv.clone(), torch.randperm(12)[:tokens].int()
-        got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, *norms)
-        want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms)
+        got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, form)
+        want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, form)
         # The twin rounds both products before it adds them, the kernel only the sum.
         near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
         torch.testing.assert_close(got, want, **near)
@@ -78,11 +79,11 @@ def test_keys_as_values_and_shared_keys(dtype, kinds):
     heads, kv_heads, dim, index = 5, 2, 48, torch.tensor([7, 0, 3], dtype=torch.int32)
     qkv = torch.randn(3, heads + (len(kinds) - 1) * kv_heads, dim, dtype=dtype)
     table, positions = rope_table(RopeSpec(type="proportional", partial=0.25), dim, 64, dtype), index
-    norms = torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6
+    form = HeadForm(kinds, torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6, v_norm=True)
     kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)
-    twin, options = kv.clone(), {"heads": kinds, "v_norm": True}
-    got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, *norms, **options)
-    want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms, **options)
+    twin = kv.clone()
+    got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, form)
+    want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, form)
     near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
     torch.testing.assert_close(got, want, **near)
     torch.testing.assert_close(kv, twin, **near)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Int32s
+from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.stored_kv import dequantize_kv
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
@@ -192,15 +193,11 @@ def attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
     plan: AttentionPlan,
+    form: AttentionForm,
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
-    *,
-    scale: float,
-    window: int = 0,  # positions that a token sees, itself included; 0 for all
-    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
-    sinks: torch.Tensor | None = None,  # [num_heads] float32, a score of each head without a key and a value
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
-    outs = []
+    outs, (scale, window, soft_cap, sinks) = [], form
     for span in plan.spans:
         own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
         if soft_cap or sinks is not None:
@@ -260,12 +257,9 @@ def attention_exact(
     q: torch.Tensor,
     kv: torch.Tensor,
     plan: AttentionPlan,
+    form: AttentionForm,
     scales: torch.Tensor | None = None,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     by_head: bool = False,  # a head's bits do not depend on which heads share its keys and values here, either
 ) -> torch.Tensor:
     """`attention_torch` for `EngineConfig.deterministic`: a token's bits depend only on its own q, k and v.
@@ -273,7 +267,7 @@ def attention_exact(
     Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32. Products
     have one shape, sums have one length, and chunks are in order. A masked position adds an exact zero, so the result
     depends neither on the length of other rows nor on the chunks of the prompt."""
-    head_dim = q.shape[-1]
+    head_dim, (scale, window, soft_cap, sinks) = q.shape[-1], form
     pad = (0, -head_dim % _ALIGNED)
     softmax = Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
     outs = []

@@ -18,6 +18,7 @@ import torch
 
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
+    AttentionForm,
     PagedRows,
     add_sinks,
     attend_range,
@@ -275,17 +276,14 @@ def decode_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
     rows: PagedRows,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads] fp32
+    form: AttentionForm,
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    *,
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
     """`paged_attention_torch` for rows of few tokens, or deterministic of any number; lengths do not shape the grid."""
-    num_tokens, num_heads, head_dim = q.shape
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)

@@ -317,8 +317,8 @@ def latent_attention_triton(
     kv: torch.Tensor,
     plan: PagedBatch,
     up: LatentUp,
-    *,
     scale: float,
+    *,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """`latent_attention_torch`. Rows of many tokens use the expanded form, unless the launch is captured."""

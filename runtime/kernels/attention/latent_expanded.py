@@ -12,7 +12,7 @@ import torch
 
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
-from runtime.kernels.attention.paged_attention import PagedRows
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows
 from runtime.kernels.attention.prefill_attention import prefill_attention
 
 _LEAST_TOKENS = 512  # of a row on average: with fewer, the expansion costs more than it saves
@@ -55,7 +55,7 @@ def attend_expanded(
         head_product_triton(shared, weight[:, :nope_dim].transpose(1, 2), out=k[..., :nope_dim])
         head_product_triton(shared, weight[:, nope_dim:].transpose(1, 2), out=v[..., :value_dim])
         k[..., nope_dim:] = latents[:, None, rank:]
-        mixed = prefill_attention(q[:, head : head + together], own, own_rows, scale=scale)
+        mixed = prefill_attention(q[:, head : head + together], own, own_rows, AttentionForm(scale))
         mixed = mixed.view(len(q), len(weight), head_dim)[first:, :, :value_dim]
         out[first:, head : head + together] = mixed
 

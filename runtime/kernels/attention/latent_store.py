@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.kernels.attention.latent_torch import LatentForm
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE = 1024  # pairs of a program that rotates heads of q
@@ -73,17 +74,15 @@ def latent_store_triton(
     q: torch.Tensor,  # heads contiguous, any stride between tokens
     latents: torch.Tensor,  # any stride between tokens
     rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
-    norm: torch.Tensor,
-    eps: float,
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
-    interleaved: bool,
+    form: LatentForm,
 ) -> None:
     """`latent_store_torch` as one kernel. Its tiles have one shape for any number of tokens."""
-    (num_tokens, num_heads, head_dim), (table, positions), rank = q.shape, rope, len(norm)
+    (num_tokens, num_heads, head_dim), (table, positions), (norm, eps, interleaved) = q.shape, rope, form
     if not num_tokens:
         return
-    rope_dim, pdl = table.shape[2], use_pdl(q)
+    rank, rope_dim, pdl = len(norm), table.shape[2], use_pdl(q)
     block_half = next_power_of_2(max(rope_dim // 2, 1))
     block_heads = min(next_power_of_2(num_heads), max(_TILE // block_half, 1))
     _latent_store_kernel[(num_tokens, 1 + -(-num_heads // block_heads))](

@@ -28,6 +28,14 @@ MAX_EXPANDED = 1 << 24  # numbers of k and v that are expanded at a time, unless
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned
 
 
+class LatentForm(NamedTuple):
+    """One layer's norm and rotary positions."""
+
+    norm: torch.Tensor  # [rank] weight of the latents' RMS norm
+    eps: float
+    interleaved: bool  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
+
+
 class LatentUp(NamedTuple):
     """The map kv_b from latents to keys and values."""
 
@@ -72,13 +80,12 @@ def latent_store_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, nope_dim + rope_dim], any stride between tokens; is overwritten
     latents: torch.Tensor,  # [num_tokens, rank + rope_dim], any stride between tokens
     rope: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [num_tokens, 1, rope_dim], sin's first half negated
-    norm: torch.Tensor,  # [rank] weight of the latents' RMS norm
-    eps: float,
     kv: torch.Tensor,  # [1, 1, num_blocks, block_size, rank + rope_dim], one layer's cache
     kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset
-    interleaved: bool,  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
+    form: LatentForm,
 ) -> None:
     """Rotate the last numbers of each head's q in place. Norm the latents, rotate their keys, and store both."""
+    norm, eps, interleaved = form
     rank, rope_dim = len(norm), rope[0].shape[-1]
     of_q, of_k = q[..., -rope_dim:], latents[:, rank:].unsqueeze(1)
     of_q.copy_(_rotated(of_q, rope, interleaved))
@@ -102,7 +109,6 @@ def latent_attention_torch(
     kv: torch.Tensor,  # this step's tokens already in it
     plan: AttentionPlan,
     up: LatentUp,
-    *,
     scale: float,
 ) -> torch.Tensor:
     """[num_tokens, num_heads * value_dim]: softmax(q k^T * scale) v over each token's past and itself."""
@@ -160,8 +166,8 @@ def latent_attention_exact(
     kv: torch.Tensor,
     plan: AttentionPlan,
     up: LatentUp,
-    *,
     scale: float,
+    *,
     by_head: bool = False,  # a head's bits do not depend on the other heads here, either
 ) -> torch.Tensor:
     """`latent_attention_torch` for `EngineConfig.deterministic`, always in the absorbed form (`attention_exact`)."""

@@ -8,6 +8,7 @@ already in the cache. The token at position p sees positions 0..p, or the last `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ from runtime.kernels.attention.stored_kv import WEIGHT_LOG2, dequantize_kv, upca
 from runtime.kernels.triton_language import jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
+
+
+class AttentionForm(NamedTuple):
+    """One layer's softmax(q k^T * scale) v."""
+
+    scale: float
+    window: int = 0  # positions that a token sees, itself included; 0 for all
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
+    sinks: torch.Tensor | None = None  # [num_heads] float32, a score of each head without a key and a value
 
 
 @dataclass(slots=True)
@@ -45,16 +55,12 @@ def paged_attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]
     rows: PagedRows,
-    *,
-    scale: float,
-    window: int = 0,  # positions that a token sees, itself included; 0 for all
-    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
-    sinks: torch.Tensor | None = None,  # [num_heads] a score of each head without a key and a value
+    form: AttentionForm,
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or wider, row by row."""
-    num_tokens, num_heads, head_dim = q.shape
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     result = q.new_empty(num_tokens, num_heads * head_dim) if out is None else out

@@ -23,6 +23,8 @@ from runtime.kernels.attention.decode_attention import (
 )
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
+    AttentionForm,
+    PagedBatch,
     PagedRows,
     add_sinks,
     attend_range,
@@ -201,22 +203,16 @@ def prefill_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
     rows: PagedRows,
-    *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads] fp32
+    form: AttentionForm,
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    *,
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
     """`paged_attention_torch` for rows of any number of tokens."""
     if deterministic:
-        return decode_attention(
-            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, deterministic=True,
-            out=out,
-        )  # fmt: skip
-    num_tokens, num_heads, head_dim = q.shape
+        return decode_attention(q, kv, rows, form, scales, deterministic=True, out=out)
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -249,6 +245,25 @@ def prefill_attention(
         MERGE=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
         PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    return out
+
+
+def attention_triton(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: PagedBatch,
+    form: AttentionForm,
+    scales: torch.Tensor | None = None,
+    *,
+    deterministic: bool,
+) -> torch.Tensor:
+    """`attention_torch`. Rows of one token, and draft tokens in a graph, use decode attention.
+
+    Other short rows do not, because each length would compile the kernel again."""
+    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    for rows in plan.parts:
+        attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
+        attend(q, kv, rows, form, scales, deterministic=deterministic, out=out)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,19 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 Heads = Literal["qkv", "qk", "q"]  # of a product: with qk, v is k before its norm; with q, another layer has k and v
 
 _TILE = 2048  # elements of a program
+
+
+class HeadForm(NamedTuple):
+    """One layer's heads of q, k and v, and their RMS norms before rotation."""
+
+    heads: Heads = "qkv"
+    q_norm: torch.Tensor | None = None  # [head_dim] weight
+    k_norm: torch.Tensor | None = None  # [head_dim], with q_norm
+    eps: float = 0.0
+    v_norm: bool = False  # without a weight; with q_norm on a GPU
+
+
+PLAIN_HEADS = HeadForm()
 
 
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
@@ -107,16 +120,12 @@ def rope_store_kv_torch(
     rope: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [num_tokens, 1, head_dim], sin's first half negated
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], one layer's cache
     kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset; int64 is fastest here
-    q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before rotation
-    k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
-    eps: float = 0.0,  # of the norms
+    form: HeadForm = PLAIN_HEADS,
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
-    heads: Heads = "qkv",  # of `qkv`
-    v_norm: bool = False,  # an RMS norm without a weight of each head's v
 ) -> torch.Tensor:
     """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
     cache."""
-    num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    num_kv_heads, head_dim, (heads, q_norm, k_norm, eps, v_norm) = kv.shape[1], kv.shape[4], form
     num_heads = qkv.shape[1] - (len(heads) - 1) * num_kv_heads
     qk = qkv[:, : num_heads + num_kv_heads]
     values = qk[:, num_heads:].clone() if heads == "qk" else qkv[:, num_heads + num_kv_heads :]
@@ -219,16 +228,12 @@ def rope_store_kv_triton(
     rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    form: HeadForm = PLAIN_HEADS,
     scales: torch.Tensor | None = None,
-    heads: Heads = "qkv",
-    v_norm: bool = False,  # with q_norm
 ) -> torch.Tensor:
     """`rope_store_kv_torch` as one kernel; q is a tensor of its own. Tiles have one shape whatever the number of
     tokens, so that a token's bits do not depend on it."""
-    table, positions = rope
+    (table, positions), (heads, q_norm, k_norm, eps, v_norm) = rope, form
     num_tokens, num_own, head_dim = qkv.shape
     num_kv_heads = kv.shape[1]
     num_heads = num_own - (len(heads) - 1) * num_kv_heads

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from runtime.base.model.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.kernels import operations as ops
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.compiled_rows import CompiledRows
@@ -24,6 +26,7 @@ from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Operands, lookup_torch
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.operation import Operation
 from runtime.kernels.sampling.token_keys import NONE
 
 
@@ -49,6 +52,27 @@ class CompiledOperations:
         if spec.latent is not None and self.attention is not None:
             self.latents = CompiledLatents(self.launcher, self.attention, numerics.activation_bits // 8)
         self.states = CompiledStates(self.launcher) if is_float32 else None
+
+    def implementations(self) -> dict[Operation[..., Any], Callable[..., Any]]:
+        """Compiled kernels by operation. Except for the lookup, they take float32 rows."""
+        rows, found = self.rows, dict[Operation[..., Any], Callable[..., Any]]({ops.LOOKUP: self.lookup})
+        if self.attention is not None:
+            found |= {
+                ops.RMS_NORM: rows.norm, ops.NORM_IN_PLACE: rows.norm_in_place, ops.GATED_ACTIVATION: rows.activate,
+                ops.SOFT_CAP: rows.soft_cap, ops.MULTIPLY: rows.multiply, ops.ZEROS_LIKE: rows.zeros_like,
+                ops.ROPE_ROWS: ops.ROPE_ROWS.triton,  # the compiled kernel, too, reads its rows of the table
+                ops.ROPE_STORE_KV: self.attention.rope_store_kv, ops.ATTENTION: self.attention.attention,
+                ops.GATE_OUTPUT: self.attention.gate_output,
+            }  # fmt: skip
+        if (latents := self.latents) is not None:
+            found |= {
+                ops.LATENT_UP: latents.up, ops.LATENT_UP_OF_MAPS: latents.up_of_maps, ops.LATENT_STORE: latents.store,
+                ops.LATENT_ATTENTION: latents.attention,
+            }  # fmt: skip
+        if (states := self.states) is not None:
+            found |= {ops.CAUSAL_CONV: states.causal_conv, ops.SHORT_CONV: states.short_conv}
+            found |= {ops.DELTA_RULE: states.delta_rule}
+        return found
 
     def linear(self, weights: Sequence[torch.Tensor | InterleavedWeight], bias: torch.Tensor | None) -> Linear:
         """A layer with one dense weight, or with interleaved ones. Kernels multiply dense weights in float32."""

@@ -9,7 +9,7 @@ of a prompt have one. Programs end at once if their rows are without an adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,10 +81,7 @@ def padded_rank(max_rank: int) -> int:
     return max(int(next_power_of_2(max_rank)), _LEAST_RANK)
 
 
-class AddAdapters(Protocol):
-    """`add_adapters_torch`."""
-
-    def __call__(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, adapters: Adapters) -> None: ...
+AddAdapters = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Adapters], None]  # `add_adapters_torch`
 
 
 def add_adapters_torch(
@@ -106,6 +103,13 @@ def add_adapters_torch(
             for i, part in enumerate(small.split(rank, 1))
         ]
         y.index_add_(0, at, torch.cat(added, 1))
+
+
+def add_adapters_exact(
+    y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, adapters: Adapters, product: Callable[..., Any]
+) -> None:
+    """`add_adapters_torch`, batch-invariant: small matrices are packed for each call by `product`."""
+    add_adapters_torch(y, x, rows, adapters, multiply=lambda x, weight: product(weight)(x))
 
 
 class RowAdapters(NamedTuple):

@@ -24,7 +24,7 @@ def top_k_top_p_bounds_torch(
 ) -> torch.Tensor:
     """[n] float32: the least logit that survives top-k, then top-p among the survivors, and min-p.
 
-    `num_sorted` best logits of a row decide. With 0 their number depends on the rows, and the host waits for the device."""
+    `num_sorted` best logits of a row decide. With 0 their number depends on the rows, and the host waits."""
     vocab, k, p = logits.shape[-1], top_k.long()[:, None], top_p.double()[:, None]
     best = logits.amax(-1, keepdim=True)
     sizes = [num_sorted] if num_sorted else [s for s in _NUCLEUS_GUESSES if int(top_k.max()) < s < vocab] + [vocab]

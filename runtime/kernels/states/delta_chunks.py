@@ -22,7 +22,7 @@ from runtime.base.kv_cache_spec import CHUNK
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit
-from runtime.kernels.states.state_rows import DeltaState, StateRows
+from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
@@ -314,17 +314,13 @@ def launch_chunks(
     qkv: torch.Tensor,
     z: torch.Tensor,
     gates: torch.Tensor,
-    decay_log: torch.Tensor,
-    decay_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
+    form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
-    tiled: bool,
     out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the rows of tokens of prompts are written
 ) -> None:
     """The tokens of prompts of `delta_rule_torch`."""
-    _, value_heads, key_dim, value_dim = state.state.shape
+    (_, value_heads, key_dim, value_dim), (decay_log, decay_bias, norm_weight, eps, tiled) = state.state.shape, form
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     group = 1 if tiled else value_heads // key_heads
     w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)

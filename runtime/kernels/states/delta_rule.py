@@ -6,20 +6,16 @@ import torch
 
 from runtime.kernels.states.delta_chunks import launch_chunks
 from runtime.kernels.states.delta_steps import launch_steps
-from runtime.kernels.states.state_rows import DeltaState, StateRows
+from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
 
 
 def delta_rule_triton(
     qkv: torch.Tensor,
     z: torch.Tensor,
     gates: torch.Tensor,
-    decay_log: torch.Tensor,
-    decay_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
+    form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
-    tiled: bool = False,
 ) -> torch.Tensor:
     """`delta_rule_torch`; qkv, z and gates may have any stride between tokens.
 
@@ -27,7 +23,7 @@ def delta_rule_triton(
     value_heads, value_dim = state.state.shape[1], state.state.shape[3]
     out = torch.empty((len(qkv), value_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
     if len(out):
-        arguments = qkv, z, gates, decay_log, decay_bias, norm_weight, eps, rows, state, tiled, out
+        arguments = qkv, z, gates, form, rows, state, out
         if not rows.steps_only:
             launch_chunks(*arguments)  # first: a row's steps follow its prompt
         launch_steps(*arguments)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.exact_functions import sigmoid, silu, softplus
-from runtime.kernels.states.state_rows import MOST_PENDING, DeltaState, StateRows
+from runtime.kernels.states.state_rows import MOST_PENDING, DeltaForm, DeltaState, StateRows
 
 NORM_EPS = 1e-6  # of q and k
 
@@ -28,18 +28,14 @@ def delta_rule_torch(
     qkv: torch.Tensor,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], after the convolution
     z: torch.Tensor,  # [num_tokens, value_heads * value_dim] gate of the output
     gates: torch.Tensor,  # [num_tokens, 2 * value_heads]: logits of the rate, then of the decay
-    decay_log: torch.Tensor,  # [value_heads] float32, the checkpoint's A_log
-    decay_bias: torch.Tensor,  # [value_heads] float32
-    norm_weight: torch.Tensor,  # [value_dim]
-    eps: float,
+    form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
-    tiled: bool = False,
 ) -> torch.Tensor:
     """norm(o) * norm_weight * silu(z), [num_tokens, value_heads * value_dim] in qkv's dtype.
 
     Value head h has the key head h * key_heads // value_heads, or with `tiled` h % key_heads."""
-    _, value_heads, key_dim, value_dim = state.state.shape
+    (_, value_heads, key_dim, value_dim), (decay_log, decay_bias, norm_weight, eps, tiled) = state.state.shape, form
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     parts = qkv.float().split([key_heads * key_dim] * 2 + [value_heads * value_dim], 1)
     group = value_heads // key_heads

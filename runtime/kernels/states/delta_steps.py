@@ -14,7 +14,7 @@ import torch
 
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
-from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaState, StateRows
+from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaForm, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 
@@ -212,17 +212,13 @@ def launch_steps(
     qkv: torch.Tensor,
     z: torch.Tensor,
     gates: torch.Tensor,
-    decay_log: torch.Tensor,
-    decay_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
+    form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
-    tiled: bool,
     out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the step tokens' rows are written
 ) -> None:
     """The step tokens of `delta_rule_torch`."""
-    _, value_heads, key_dim, value_dim = state.state.shape
+    (_, value_heads, key_dim, value_dim), (decay_log, decay_bias, norm_weight, eps, tiled) = state.state.shape, form
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     group = 1 if tiled else value_heads // key_heads
     unit, pdl = stride_unit(state), use_pdl(qkv)

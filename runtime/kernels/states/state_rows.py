@@ -16,6 +16,7 @@ ring, by position modulo RING. A row may therefore start at any of the last posi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,16 @@ class ConvState:
     """One layer's inputs of a causal convolution."""
 
     inputs: torch.Tensor  # [num_states, RING, channels], any stride between states
+
+
+class DeltaForm(NamedTuple):
+    """One layer's weights of the gated delta rule."""
+
+    decay_log: torch.Tensor  # [value_heads] float32, the checkpoint's A_log
+    decay_bias: torch.Tensor  # [value_heads] float32
+    norm: torch.Tensor  # [value_dim]
+    eps: float
+    tiled: bool = False  # value head h has the key head h % key_heads, else h * key_heads // value_heads
 
 
 @dataclass(slots=True)

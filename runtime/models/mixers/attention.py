@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from runtime.base.model.attention_spec import AttentionSpec
-from runtime.kernels.attention.rope import Heads
+from runtime.kernels.attention.paged_attention import AttentionForm
+from runtime.kernels.attention.rope import HeadForm, Heads
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.heads_norm import HeadsNorm
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.models.forward_batch import AttentionMetadata
+from runtime.kernels.operations import ATTENTION, GATE_OUTPUT, ROPE_STORE_KV
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
@@ -27,14 +26,10 @@ class AttentionMixer(Mixer):
     spec: AttentionSpec
     qkv: Linear
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
-    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
-    k_norm: torch.Tensor | None
     heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
-    heads: Heads  # of `qkv`
+    heads: HeadForm  # the heads of `qkv`, and with spec.qk_norm of each head their norms
     rope: int  # index of its rotary table
-    # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window, soft cap
-    # and sinks
-    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
+    form: AttentionForm
 
     @classmethod
     def build(cls, spec: AttentionSpec, maps: LinearMaps, prefix: str, rope: int, num_positions: int) -> AttentionMixer:
@@ -48,13 +43,10 @@ class AttentionMixer(Mixer):
             spec=spec,
             **cls.read(maps, prefix),
             gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
-            q_norm=q_norm,
-            k_norm=k_norm,
             heads_norm=maps.heads_norm(prefix) if spec.qk_norm == "all" else None,
-            heads=heads,
+            heads=HeadForm(heads, q_norm, k_norm, maps.spec.norm_eps, spec.v_norm),
             rope=rope,
-            attention=partial(
-                maps.kernels.attention,
+            form=AttentionForm(
                 scale=spec.score_scale,
                 window=spec.window if spec.window < num_positions else 0,
                 soft_cap=spec.soft_cap,
@@ -70,13 +62,11 @@ class AttentionMixer(Mixer):
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
-        of_heads, norms = qkv.unflatten(1, (-1, self.spec.head_dim)), (self.q_norm, self.k_norm)
-        q = kernels.rope_store_kv(
-            of_heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales, self.heads, self.spec.v_norm
-        )
+        of_heads = qkv.unflatten(1, (-1, self.spec.head_dim))
+        q = kernels[ROPE_STORE_KV](of_heads, step.ropes[self.rope], kv, kv_index, self.heads, scales)
         if step.query_scales is not None:
             q.mul_(step.query_scales)
-        mixed = self.attention(q, kv, rows, scales)
+        mixed = kernels[ATTENTION](q, kv, rows, self.form, scales)
         if self.gate_width:
-            kernels.gate_output(mixed, gate_and_qkv[:, : self.gate_width])
+            kernels[GATE_OUTPUT](mixed, gate_and_qkv[:, : self.gate_width])
         return mixed

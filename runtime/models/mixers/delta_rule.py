@@ -8,7 +8,8 @@ import torch
 
 from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.states.state_rows import DeltaState
+from runtime.kernels.operations import CAUSAL_CONV, DELTA_RULE
+from runtime.kernels.states.state_rows import DeltaForm, DeltaState
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
@@ -23,21 +24,18 @@ class DeltaRuleMixer(Mixer):
     into: Linear  # to q, k, v | z, the gate of the output | with `gates` None: logits of rate and decay
     gates: Linear | None  # to the logits of rate and decay
     conv: torch.Tensor  # [channels of q, k and v, width]
-    decay_log: torch.Tensor  # [value_heads] float32
-    decay_bias: torch.Tensor  # [value_heads] float32
-    mix_norm: torch.Tensor  # [value_dim]
+    form: DeltaForm
 
     @classmethod
     def build(cls, spec: DeltaRuleSpec, maps: LinearMaps, prefix: str) -> DeltaRuleMixer:
         """The mixer of the layer with this prefix."""
         own = {name: maps.dense(prefix + name) for name in spec.parameters()}
+        decay, bias = own["decay_log"].float(), own["decay_bias"].float()
         return cls(
             spec=spec,
             **cls.read(maps, prefix),
             conv=own["conv"].squeeze(1),
-            decay_log=own["decay_log"].float(),
-            decay_bias=own["decay_bias"].float(),
-            mix_norm=own["mix_norm"],
+            form=DeltaForm(decay, bias, own["mix_norm"], maps.spec.norm_eps, spec.tiled),
         )
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
@@ -47,6 +45,5 @@ class DeltaRuleMixer(Mixer):
         x = self.into.normed(h, norm, self.eps)
         z, end = x[:, channels : channels + self.spec.values], channels + self.spec.values
         gates = x[:, end:] if self.gates is None else self.gates.normed(h, norm, self.eps)
-        qkv = self.kernels.causal_conv(x[:, :channels], self.conv, None, rows, cache)
-        weights = self.decay_log, self.decay_bias, self.mix_norm
-        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache, self.spec.tiled)
+        qkv = self.kernels[CAUSAL_CONV](x[:, :channels], self.conv, None, rows, cache)
+        return self.kernels[DELTA_RULE](qkv, z, gates, self.form, rows, cache)

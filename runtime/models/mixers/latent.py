@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from runtime.base.model.latent_spec import LatentSpec
+from runtime.kernels.attention.latent_torch import LatentForm
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.operations import LATENT_ATTENTION, LATENT_STORE, LATENT_UP, LATENT_UP_OF_MAPS
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
@@ -24,9 +26,9 @@ class LatentMixer(Mixer):
     into: Linear  # to q, or to its latent | with `into_kv` None: the latent of keys and values, and the rotary key
     into_kv: Linear | None
     q_up: Linear | None  # from the latent of q; None if `into` makes q
-    up: Any  # kv_b, as `kernels.up` makes it
+    up: Any  # kv_b, as LATENT_UP makes it
     q_norm: torch.Tensor | None  # [q_rank], with q_up
-    kv_norm: torch.Tensor  # [rank]
+    form: LatentForm
     rope: int  # index of its rotary table
 
     @classmethod
@@ -38,7 +40,7 @@ class LatentMixer(Mixer):
             **cls.read(maps, prefix),
             up=_from_latents(spec, maps, prefix),
             q_norm=norms.get("q_a_norm"),
-            kv_norm=norms["kv_a_norm"],
+            form=LatentForm(norms["kv_a_norm"], spec.norm_eps, spec.rope.interleaved),
             rope=rope,
         )
 
@@ -54,16 +56,15 @@ class LatentMixer(Mixer):
         if self.q_up is not None:
             q = self.q_up.normed(q, self.q_norm, spec.norm_eps)
         heads = q.unflatten(1, (-1, spec.head_dim))
-        self.kernels.latent.store(
-            heads, latents, step.ropes[self.rope], self.kv_norm, spec.norm_eps, kv, kv_index, spec.rope.interleaved
-        )
-        return self.kernels.latent.attention(heads, kv, rows, self.up, scale=spec.score_scale)
+        self.kernels[LATENT_STORE](heads, latents, step.ropes[self.rope], kv, kv_index, self.form)
+        return self.kernels[LATENT_ATTENTION](heads, kv, rows, self.up, spec.score_scale)
 
 
 def _from_latents(spec: LatentSpec, maps: LinearMaps, prefix: str) -> Any:
     """The map from latents to keys and values, as the backend has it."""
-    kernels = maps.kernels.latent
+    kernels = maps.kernels
     if spec.split_up:
         absorb, values = (maps.read(f"{prefix}{name}.weight").operand for name in ("k_b", "v_b"))
-        return kernels.up_of_maps(absorb, values, spec.num_heads)
-    return kernels.up(maps.dense(f"{prefix}kv_b.weight").view(spec.num_heads, spec.expanded, spec.rank), spec.nope_dim)
+        return kernels[LATENT_UP_OF_MAPS](absorb, values, spec.num_heads)
+    weight = maps.dense(f"{prefix}kv_b.weight").view(spec.num_heads, spec.expanded, spec.rank)
+    return kernels[LATENT_UP](weight, spec.nope_dim)

@@ -8,6 +8,7 @@ import torch
 
 from runtime.base.model.mixer_spec import ShortConvSpec
 from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.operations import SHORT_CONV
 from runtime.kernels.states.state_rows import ConvState
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
@@ -33,4 +34,4 @@ class ShortConvMixer(Mixer):
         assert isinstance(cache, ConvState)
         rows = step.batch.states
         assert rows is not None
-        return self.kernels.short_conv(self.into.normed(h, norm, self.eps), self.conv, self.conv_bias, rows, cache)
+        return self.kernels[SHORT_CONV](self.into.normed(h, norm, self.eps), self.conv, self.conv_bias, rows, cache)

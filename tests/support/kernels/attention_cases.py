@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows, paged_attention_torch
 from runtime.kernels.attention.stored_kv import store_kv_torch
 
 
@@ -83,13 +83,12 @@ def check(kernel, case: tuple[torch.Tensor, torch.Tensor, PagedRows], kind: str 
     q, kv, rows = case
     kv = without_dead_blocks(kv, rows, options.get("window", 0))
     kv, scales = (kv, None) if kind == "plain" else encoded(kind, kv)
-    options["scales"] = scales
-    options = {"scale": q.shape[-1] ** -0.5} | options
-    want = paged_attention_torch(q.double(), kv.double() if scales is None else kv, rows, **options)
+    form = AttentionForm(**{"scale": q.shape[-1] ** -0.5} | options)
+    want = paged_attention_torch(q.double(), kv.double() if scales is None else kv, rows, form, scales)
     near = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}[q.dtype]
     for deterministic in (False, True):
         out = torch.full(want.shape, torch.nan, dtype=q.dtype, device=q.device)
-        got = kernel(q, kv, rows, **options, deterministic=deterministic, out=out)
+        got = kernel(q, kv, rows, form, scales, deterministic=deterministic, out=out)
         assert got is out
         error = (got.double() - want).norm() / want.norm()
         assert error < near, f"deterministic={deterministic}: {error}"

@@ -9,6 +9,7 @@ import torch
 
 from runtime.base.arrays import Int32s
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_torch, plan_attention
+from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.stored_kv import store_kv_torch
 from runtime.kernels.cpu.attention.attention import attention
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
@@ -72,6 +73,7 @@ class Rows:
     def expected(self) -> torch.Tensor:
         """`attention_torch` in float64."""
         layer, outs = self.layer, []
+        form = AttentionForm(layer.head_dim**-0.5, layer.window, layer.soft_cap, self.sinks)
         shape = AttentionShape(
             self.q.shape[1], layer.num_kv_heads, self.kv.shape[2], layer.block_size, torch.float64,
             torch.device("cpu"), False,
@@ -80,12 +82,7 @@ class Rows:
         for row in range(len(self.counts)):
             own = self.own(row)
             plan = plan_attention(own.tables.numpy(), own.starts, own.counts, shape)
-            outs.append(
-                attention_torch(
-                    own.q.double(), kv, plan, self.scales,
-                    scale=layer.head_dim**-0.5, window=layer.window, soft_cap=layer.soft_cap, sinks=self.sinks,
-                )
-            )  # fmt: skip
+            outs.append(attention_torch(own.q.double(), kv, plan, form, self.scales))
         return torch.cat(outs)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.kernels.attention.latent_attention import attend_rows
-from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows, paged_attention_torch
 from tests.support.kernels.attention_cases import paged_case
 
 
@@ -44,7 +44,7 @@ def check_latents(
     over_latents, q, kv, rows = case
     rope = q[..., sizes.nope_dim :]
     wide = torch.cat((over_latents, rope), -1).double()
-    want = paged_attention_torch(wide, kv.double().expand(2, *kv.shape[1:]), rows, scale=scale)
+    want = paged_attention_torch(wide, kv.double().expand(2, *kv.shape[1:]), rows, AttentionForm(scale))
     want = want.view(*wide.shape)[..., : sizes.rank]
     for deterministic in (False, True):
         out = torch.full_like(over_latents, torch.nan)

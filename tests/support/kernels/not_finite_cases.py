@@ -14,7 +14,7 @@ from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import attend_rows
-from runtime.kernels.attention.paged_attention import paged_attention_torch
+from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.attention.stored_kv import dequantize_kv
@@ -197,9 +197,9 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
             for kv in (clean, spoilt):
                 kv, scales = encoded("int8", kv) if kind.endswith("int8") else (kv, None)
                 sinks = sinks_of(4, str(x.device)) if kind.endswith("sinks") else None
-                options = {"scale": 0.125, "scales": scales, "sinks": sinks}
-                outs.append(attend(q, kv, rows, **options, deterministic=deterministic))
-                want = paged_attention_torch(q, kv, rows, **options)
+                form = AttentionForm(0.125, sinks=sinks)
+                outs.append(attend(q, kv, rows, form, scales, deterministic=deterministic))
+                want = paged_attention_torch(q, kv, rows, form, scales)
             others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
             assert torch.equal(outs[1][others], outs[0][others])
             own, twin = (out[edges[1] : edges[2]] for out in (outs[1], want))

@@ -16,7 +16,7 @@ from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.base.kv_cache_spec import CHUNK, RING, StateGroupSpec
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
-from runtime.kernels.states.state_rows import StateRows
+from runtime.kernels.states.state_rows import DeltaForm, StateRows
 from runtime.worker.state_cache import StateCache
 
 _FINAL = 3  # single steps at the end, after which the stored state does not depend on the rows before
@@ -65,11 +65,11 @@ class Layer:
             return lambda x, rows, state: apply(x, weight, bias, rows, state)
         heads, of_value = self.value_heads, self.value_heads * self.value_dim
         sizes = [2 * self.key_heads * self.key_dim + of_value, of_value, 2 * heads]
-        constants = draw(heads), draw(heads), draw(self.value_dim), 1e-6
+        form = DeltaForm(draw(heads), draw(heads), draw(self.value_dim), 1e-6, self.tiled)
 
         def delta(x: torch.Tensor, rows: StateRows, state: Any) -> torch.Tensor:
             qkv, z, gates = x.split(sizes, 1)
-            result: torch.Tensor = operations.delta_rule(qkv, z, gates, *constants, rows, state, self.tiled)
+            result: torch.Tensor = operations.delta_rule(qkv, z, gates, form, rows, state)
             return result
 
         return delta

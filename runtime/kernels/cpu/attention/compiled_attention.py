@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.attention.rope import Heads
+from runtime.kernels.attention.paged_attention import AttentionForm
+from runtime.kernels.attention.rope import PLAIN_HEADS, HeadForm
 from runtime.kernels.cpu.attention.attention import attention, heads_of_task
 from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.latent_rows import copy_heads
@@ -26,14 +27,11 @@ class CompiledAttention:
         rope: tuple[torch.Tensor, torch.Tensor],  # the table and the positions
         kv: torch.Tensor,
         kv_index: torch.Tensor,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
-        eps: float = 0.0,
+        form: HeadForm = PLAIN_HEADS,
         scales: torch.Tensor | None = None,
-        heads: Heads = "qkv",
-        v_norm: bool = False,
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
+        heads, q_norm, k_norm, eps, v_norm = form
         if qkv.stride(2) != 1 or qkv.stride(1) != qkv.shape[2]:
             qkv = qkv.contiguous()
         if heads == "qk":
@@ -54,15 +52,11 @@ class CompiledAttention:
         q: torch.Tensor,
         kv: torch.Tensor,
         plan: TiledRows,
+        form: AttentionForm,
         scales: torch.Tensor | None = None,
-        *,
-        scale: float,
-        window: int,
-        soft_cap: float,
-        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attention_torch` as one kernel; its result is valid until the next call."""
-        num_tokens, num_heads, head_dim = q.shape
+        (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
         num_kv_heads = kv.shape[1]
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)

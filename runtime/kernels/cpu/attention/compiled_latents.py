@@ -9,6 +9,8 @@ from math import gcd
 import numpy as np
 import torch
 
+from runtime.kernels.attention.latent_torch import LatentForm
+from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention, kv_form
 from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
@@ -74,14 +76,12 @@ class CompiledLatents:
         q: torch.Tensor,
         latents: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],  # the table and the positions
-        norm: torch.Tensor,
-        eps: float,
         kv: torch.Tensor,
         kv_index: torch.Tensor,
-        interleaved: bool,
+        form: LatentForm,
     ) -> None:
         """`latent_store_torch` as one kernel. The rotary keys in `latents` are rotated in place, too."""
-        (num_tokens, num_heads, head_dim), (table, positions) = q.shape, rope
+        (num_tokens, num_heads, head_dim), (table, positions), (norm, eps, interleaved) = q.shape, rope, form
         constants = {"form": kv_form(kv), "rope_dim": table.shape[-1], "interleaved": interleaved}
         sizes = num_tokens, num_heads, head_dim, q.stride(0), latents.stride(0), table.stride(0)
         arguments = (q, latents, table, positions, norm, kv, kv_index, *sizes, eps)
@@ -89,7 +89,7 @@ class CompiledLatents:
         self.launcher.launch(kernel(latent_store, **constants), arguments, parts)
 
     def attention(
-        self, q: torch.Tensor, kv: torch.Tensor, plan: TiledRows, up: CompiledLatentUp, *, scale: float
+        self, q: torch.Tensor, kv: torch.Tensor, plan: TiledRows, up: CompiledLatentUp, scale: float
     ) -> torch.Tensor:
         """`latent_attention_torch` in the absorbed form; its result is valid until the next call."""
         num_tokens, num_heads, head_dim = q.shape
@@ -97,7 +97,7 @@ class CompiledLatents:
         queries = self.launcher.buffer("latent queries", num_tokens, num_heads, width)
         self._multiply(up.absorb, q, queries)
         self._copy(q, nope_dim, head_dim - nope_dim, queries, up.absorb.size_out)
-        mixed = self._attention.attention(queries, kv, plan, scale=scale, window=0, soft_cap=0.0)
+        mixed = self._attention.attention(queries, kv, plan, AttentionForm(scale))
         out = self.launcher.buffer("latent values", num_tokens, num_heads, up.values.size_out)
         self._multiply(up.values, mixed.view(num_tokens, num_heads, width), out)
         return out.view(num_tokens, -1)

@@ -7,7 +7,7 @@ import torch
 from runtime.kernels.cpu.states.convolution import convolution
 from runtime.kernels.cpu.states.delta_rule import delta_inputs, delta_rule
 from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
+from runtime.kernels.states.state_rows import ConvState, DeltaForm, DeltaState, StateRows
 
 
 class CompiledStates:
@@ -61,15 +61,12 @@ class CompiledStates:
         qkv: torch.Tensor,
         z: torch.Tensor,
         gates: torch.Tensor,
-        decay_log: torch.Tensor,
-        decay_bias: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
+        form: DeltaForm,
         rows: StateRows,
         state: DeltaState,
-        tiled: bool = False,
     ) -> torch.Tensor:
         """`delta_rule_torch` as two kernels."""
+        decay_log, decay_bias, norm_weight, eps, tiled = form
         launcher, num_tokens, (_, value_heads, key_dim, value_dim) = self.launcher, len(qkv), state.state.shape
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
         group = value_heads // key_heads
