@@ -45,7 +45,7 @@ from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.tool_calls import CallDelta
 
-_compiled = lru_cache(maxsize=64)(compiled)  # prompts of a batch share their grammars
+_compiled = lru_cache(maxsize=64)(compiled)  # a batch's prompts share their grammars
 _LONG_BATCH = 8  # prompts from which on a progress bar helps
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -58,18 +58,18 @@ class Completion:
     """One finished answer."""
 
     prompt_token_ids: list[int]
-    text: str = ""  # of a chat, its content
+    text: str = ""  # a chat's content, or the text
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     stop: str | int | None = None  # the stop string or stop token id that ended it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # entry i is about prompt token i + 1
     num_cached: int = 0  # prompt tokens served from the prefix cache
-    reasoning: str = ""  # of a chat
-    tool_calls: Sequence[CallDelta] = ()  # of a chat
+    reasoning: str = ""  # a chat's reasoning
+    tool_calls: Sequence[CallDelta] = ()  # a chat's calls
     error: str = ""  # one sentence, if it failed
-    seed: int = 0  # that it was drawn with
-    # Experts of its computed tokens, int16 little-endian [num_tokens, layers, top_k] (ModelInfo), if requested.
+    seed: int = 0  # the seed that it was drawn with
+    # Its computed tokens' experts, int16 little-endian [num_tokens, layers, top_k] (ModelInfo), if requested.
     routed_experts: bytes | None = None
 
 
@@ -125,7 +125,7 @@ class _Vector:
         self.reason, self.error = output.finish_reason, output.error
 
 
-_Owner = TypeVar("_Owner", _Choice, _Vector)  # of a request
+_Owner = TypeVar("_Owner", _Choice, _Vector)  # owns a request
 
 
 class LLM:
@@ -167,7 +167,7 @@ class LLM:
         self.engine = build_engine(self.config, self.runner.info, InProcess(self.runner), speculation)
         self._attach_draft()
         self._in_step = False
-        self._unwanted: list[str] = []  # ids of requests to end before the next step
+        self._unwanted: list[str] = []  # requests to end before the next step
         self._names = map(str, count(1))
         self._chats = ChatPrompter(self.tokenizer) if self.tokenizer.chat_template is not None else None
 
@@ -181,13 +181,13 @@ class LLM:
         prompt_len: int | Sequence[int] | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Complete texts or lists of token ids as one batch, and return the completions in order.
+        """Complete texts or token id lists as one batch, and return the completions in order.
 
         `params` are one for all or one each; default: the model's own (`defaults.params(max_tokens=64)` changes some).
         Without a seed each prompt gets a random one. `progress` shows a bar; default: from 8 prompts on. `adapter` is a
         result of `load_adapter`. `options` are fields of runtime.output.options.OutputOptions, as over HTTP. With `n`,
-        completions of one prompt are adjacent. They match `response_format` or `structured_outputs`. `prompt_len` is
-        where an output in the prompt begins, of all prompts or one for each: `prompt_logprobs` scores it as it was
+        one prompt's completions are adjacent. They match `response_format` or `structured_outputs`. `prompt_len` is
+        where an output in the prompt begins, one for all prompts or one for each: `prompt_logprobs` scores it as it was
         sampled."""
         asked = read_options(OutputOptions, options)
         grammar = asked.requested_grammar()
@@ -205,7 +205,7 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation or several, with the model's own chat template.
 
-        `options` are fields of runtime.output.options.ChatOptions, as over HTTP: the options of `generate`, and
+        `options` are fields in runtime.output.options.ChatOptions, as over HTTP: the options of `generate`, and
         `tools`, `tool_choice`, `chat_template_kwargs` and others. Reasoning and tool calls are parsed from the text."""
         asked = read_options(ChatOptions, options)
         asked.check()
@@ -214,7 +214,7 @@ class LLM:
         return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress, adapter)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, up to the beginning of the model's answer."""
+        """Return a conversation's token ids, up to where the model's answer begins."""
         return self._chat(messages, ChatOptions())[0]
 
     def stream(
@@ -247,7 +247,7 @@ class LLM:
         progress: bool | None = None,
         adapter: str = "",
     ) -> list[list[float]]:
-        """Return the vectors of texts or lists of token ids in order, as /v1/embeddings does.
+        """Return the vectors of texts or token id lists in order, as /v1/embeddings does.
 
         `dimensions` shortens each vector to this length, if the model is trained for that."""
         pooling = required_pooling(self.runner.info.pooling)
@@ -367,7 +367,7 @@ class LLM:
                     num_before = len(left)
                     left.difference_update(self._step())
                     bar.update(num_before - len(left))
-        finally:  # also after Ctrl-C: no request of this call runs on in the next
+        finally:  # also after Ctrl-C: no request from this call continues in the next
             self._end(owners)
         return owners
 
@@ -406,7 +406,7 @@ class LLM:
             self.engine.abort(self._unwanted.pop())
 
     def _step(self) -> list[_Choice | _Vector]:
-        """Run one step, and pass its output to the owners of its requests. Returns the owners of ended requests.
+        """Run one step, and pass its output to the requests' owners. Returns the owners of ended requests.
 
         After an exception the engine is as new, and computes the live requests again (C8)."""
         self._abort_unwanted()

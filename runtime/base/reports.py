@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then further ones requested by id
-    sampling_logprob: float | None = None  # under the distribution that it was drawn from; None if not requested
+    sampling_logprob: float | None = None  # its log-probability where it was drawn; None if not requested
 
 
 class _Kind(msgspec.Struct, array_like=True):
@@ -72,7 +72,7 @@ class Vector(_Kind, tag=2):
 
 
 class Experts(_Kind, tag=3):
-    """The experts of each computed token, before the end of its request."""
+    """Each computed token's experts, before its request ends."""
 
     ids: bytes  # int16 [num_tokens, layers, top_k], little-endian
 

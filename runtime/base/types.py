@@ -19,8 +19,8 @@ from runtime.base.reports import TokenLogprobs as TokenLogprobs
 from runtime.base.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
-TOKEN_BYTES = 4  # of a token in a message
-NOT_FINITE = "The model gave logits that are not finite for this request."  # with FinishReason.ERROR
+TOKEN_BYTES = 4  # a token's bytes in a message
+NOT_FINITE = "The model gave logits that are not finite for this request."  # sent with FinishReason.ERROR
 
 
 class FinishReason(IntEnum):
@@ -29,8 +29,8 @@ class FinishReason(IntEnum):
     NONE = 0
     STOP = 1  # an end-of-sequence id or a stop id was sampled
     LENGTH = 2  # max_tokens or the model's context is exhausted
-    ABORT = 3  # aborted by its client, by the loss of its client, or by a pause
-    ERROR = 4  # a fault of this request alone, for example non-finite logits
+    ABORT = 3  # aborted by its client, by its client's loss, or by a pause
+    ERROR = 4  # a fault in only this request, for example non-finite logits
     GRAMMAR = 5  # its grammar cannot be served, or cannot continue
 
 
@@ -39,14 +39,14 @@ class GrammarSpec:
     """A form that a client wants the output to match."""
 
     kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without", "channels"]
-    # In the order of the kinds: a JSON Schema; a regular expression of the whole output; a JSON list of texts.
+    # In the kinds' order: a JSON Schema; a regular expression for the whole output; a JSON list of texts.
     # See grammar.Calls. A grammar in EBNF or Lark's form. See tags.Tags. A JSON list of forbidden texts.
     # See channels.Channels.
     text: str
     after: str = ""  # the output begins with free text up to this mark
-    special: tuple[tuple[str, int], ...] = ()  # marks of the free text, and `after`, that are special tokens; their ids
+    special: tuple[tuple[str, int], ...] = ()  # the free text's marks, and `after`, that are special tokens; their ids
     may_stay_free: bool = False  # the whole output may be free text, without the mark
-    # True refuses keywords of a schema that cannot be enforced. False ignores them. None refuses all but uniqueItems.
+    # True refuses a schema's keywords that cannot be enforced. False ignores them. None refuses all but uniqueItems.
     strict: bool | None = None
     opens: str = ""  # the free text begins with this mark, or is left out; empty if the output is within it
 
@@ -55,10 +55,10 @@ class GrammarSpec:
 class Grammar:
     """A GrammarSpec in the engines' form (runtime.structured.grammar). It allows only outputs that match the spec."""
 
-    key: str  # hash of the outputs that it allows
+    key: str  # hash of its allowed outputs
     lark: str  # llguidance's form
     expression: str  # the same as one regular expression; empty if that would be too long
-    ignored: tuple[str, ...] = ()  # paths of keywords that are not enforced
+    ignored: tuple[str, ...] = ()  # keyword paths that are not enforced
 
     @property
     def num_bytes(self) -> int:
@@ -81,16 +81,16 @@ class ThinkingBudget:
     close_ids: tuple[int, ...]  # the tokens, in order, that end reasoning
     open_id: int | None  # begins reasoning; None if its mark is text
     is_open: bool  # the prompt ends within reasoning
-    # Of a model with channels, <|channel|>, <|message|> and <|end|>; None for marks around reasoning.
+    # The ids of <|channel|>, <|message|> and <|end|> if the model has channels; None for marks around reasoning.
     channel_ids: tuple[int, int, int] | None = None
-    marks: tuple[str, str] = ("<think>", "</think>")  # as text
+    marks: tuple[str, str] = ("<think>", "</think>")  # marks as text
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling of one request, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
+    """One request's sampling, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
-    Columns 1, 2, 9 and 12 of a slot's row are kernels/sampling/sample.py's."""
+    Columns 1, 2, 9 and 12 in a slot's row are kernels/sampling/sample.py's."""
 
     # 0 only with prompt_logprobs: the request scores its prompt and ends
     max_tokens: int = sampling(16, Effect.LENGTH, 0)
@@ -99,9 +99,9 @@ class SamplingParams:
     top_k: int = sampling(0, Effect.FILTER, 0, (1 << 31) - 1, column=3)
     top_p: float = sampling(1.0, Effect.FILTER, 0.0, 1.0, column=4)  # 0 is greedy
     min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5)
-    repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # over prompt and output
-    frequency_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=7)  # over output
-    presence_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=8)  # over output
+    repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # prompt and output
+    frequency_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=7)  # counts output
+    presence_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=8)  # counts output
     logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
     allowed_token_ids: tuple[int, ...] = sampling((), Effect.BIAS)  # only these are sampled; empty for all
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
@@ -110,15 +110,15 @@ class SamplingParams:
     # If None the front draws one; engines read Request.seed (C4).
     seed: int | None = sampling(None, Effect.TEXT, *INT64)
     logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n reports the sampled token and the n best
-    logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # with `logprobs`, also report these
+    logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # also reported if `logprobs` is set
     # With `logprobs`, also report each token's log-probability under the distribution that it was drawn from.
     sampling_logprobs: bool = sampling(False, Effect.REPORT)
-    # At each position of the prompt, and of an output that the request brings, n reports its own token and the n best.
+    # At each position in the prompt, and in an output that the request brings, n reports its own token and the n best.
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
-    routed_experts: bool = sampling(False, Effect.REPORT)  # report the experts of each computed token, for mixtures
+    routed_experts: bool = sampling(False, Effect.REPORT)  # report each computed token's experts, for mixtures
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
     thinking: ThinkingBudget | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
-    # The output is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
+    # The output is the prompt's vector (pooling.py); max_tokens is 1, and that token is dropped.
     pooled: bool = sampling(False, Effect.LENGTH)
     stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by the process that makes the text
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
@@ -181,10 +181,10 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
-    adapter: str = ""  # digest of its adapter; empty for none
+    adapter: str = ""  # its adapter's digest; empty for none
     prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
     min_weight_version: str = ""  # it waits for an engine with these weights or newer ones; empty for any
-    session: str = field(default="", compare=False)  # requests of one session go to one engine if costs allow it
+    session: str = field(default="", compare=False)  # one session's requests go to one engine if costs allow it
     keeps_output: bool = field(default=False, compare=False)  # the engine keeps its tokens if its reader leaves
     resumes: bool = field(default=False, compare=False)  # it continues with the tokens that were kept under its id
 
@@ -208,12 +208,12 @@ class RequestOutput:
     num_cached: int = 0  # prompt tokens served from the prefix cache
     num_expected: int | None = None  # cached tokens that the router expected; None if it did not choose the engine
     error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
-    queued_s: float = 0.0  # with the first token: time from the engine's queue to a slot
-    prefill_s: float = 0.0  # with the first token: time from a slot to this token
-    first_sampled_at: float = 0.0  # with the first token: its sampling time by the engine's wall clock
+    queued_s: float = 0.0  # time from the engine's queue to a slot; set with the first token
+    prefill_s: float = 0.0  # time from a slot to the first token; set with it
+    first_sampled_at: float = 0.0  # the first token's sampling time by the engine's wall clock; set with it
     sampled_at: float = 0.0  # sampling time of the last token here by the engine's wall clock; 0 without tokens
     reports: Sequence[Report] = ()  # in order
-    # (index of an output token, version of the weights from there on), rising; empty without weight_updates
+    # (output token index, weight version from there on), rising; empty without weight_updates
     weight_versions: Sequence[tuple[int, str]] = ()
 
 

@@ -1,7 +1,7 @@
 """Extra: the interface of everything that the core can do without.
 
-The core serves requests by itself: first come, first served, within its memory. An extra changes the order, the size of
-a step or the fields that a request may set. It overrides the hooks that it needs and keeps its own records by request.
+The core serves requests by itself: first come, first served, within its memory. An extra changes the order, a step's
+size or the fields that a request may set. It overrides the hooks that it needs and keeps its own records by request.
 The engine is constructed with its extras. Deleting an extra leaves a correct engine.
 
 The step thread calls all hooks. An event goes to all extras, a question to the first extra that overrides it.
@@ -23,7 +23,7 @@ from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
 from runtime.core.step import ReportedRow, Step
 
-# of a request: extras serve them
+# request fields that extras serve
 OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")
 
 
@@ -36,7 +36,7 @@ class Culprit(NamedTuple):
     """A request that is at fault when runners are lost, and has ended."""
 
     state: RequestState
-    num_losses: int  # losses in a row with rows of this request in flight
+    num_losses: int  # losses in a row with this request's rows in flight
 
 
 class Extra:
@@ -100,7 +100,7 @@ class Extra:
         return frozenset()
 
     def may_admit(self, state: RequestState, room: int, running: Sequence[RequestState]) -> bool:
-        """Return True if a waiting request, which can hold at most `room` blocks, may run beside the running ones."""
+        """Return True if a waiting request, which can hold at most `room` blocks, may join the running ones."""
         return True
 
     def on_plan(self, step: Step) -> None:

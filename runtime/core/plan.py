@@ -1,6 +1,6 @@
 """StepPlan and StepResult: the messages between an engine and a runner, and their binary form.
 
-Order is the contract. A runner applies plans in the order of `step_id`, and returns results in the same order. It
+Order is the contract. A runner applies plans in `step_id` order, and returns results in the same order. It
 applies each plan as free slots -> open slots -> write block tables -> run rows -> sample. Opening a slot copies the
 snapshot that its request continues; rows store the snapshots that the plan takes. A plan may therefore reuse a
 slot or a block that an earlier plan still reads (C2). A row may also start at a token that the step before it samples,
@@ -27,8 +27,8 @@ from runtime.base.arrays import Float32s, Int32s
 from runtime.base.reports import Report, TokenLogprobs
 from runtime.base.types import CallboardError, GrammarUpdate, SamplingParams
 
-MAX_STEPS = 64  # steps of a plan: a draft's chain is one plan, and its further guesses are another
-MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit
+MAX_STEPS = 64  # steps in a plan: a draft's chain is one plan, and its further guesses are another
+MAX_NEW_BYTES = 16 << 20  # new slots' bytes in a plan with several: a frame stays far below its limit
 
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
@@ -43,8 +43,8 @@ class NewSlot(msgspec.Struct, array_like=True):
     seed: int
     params: SamplingParams
     adapter: int = 0  # index of its adapter on the device; 0 for none
-    state: int = 0  # its row of the state cache; 0 for a model without states
-    snapshot: int = 0  # row of the state cache that is copied to its own first; 0 for none
+    state: int = 0  # its row in the state cache; 0 for a model without states
+    snapshot: int = 0  # state cache row that is copied to its own first; 0 for none
 
 
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
@@ -56,16 +56,16 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     block_table_writes: Int32s = EMPTY_TABLE  # [3, n] slot, index in its table, block
     slots: Int32s = EMPTY  # [num_rows]
     num_computed: Int32s = EMPTY  # [num_rows] position of the row's first token
-    num_tokens: Int32s = EMPTY  # [num_rows] tokens of the row
-    num_samples: Int32s = EMPTY  # [num_rows] number of the row's last tokens to sample after
-    draft_lens: Int32s = EMPTY  # [num_rows] number of the row's last tokens that are draft tokens; [] for none
+    num_tokens: Int32s = EMPTY  # [num_rows] tokens in the row
+    num_samples: Int32s = EMPTY  # [num_rows] how many last tokens of the row are sampled after
+    draft_lens: Int32s = EMPTY  # [num_rows] how many last tokens of the row are draft tokens; [] for none
     draft_token_ids: Int32s = EMPTY  # [sum of draft_lens] row after row
 
     # Times that the rows run, each time one position further. Above 1, all rows have one token and sample after it:
-    # the plan of a draft. Samples are row after row, [num_rows * num_steps], without log-probabilities.
+    # a draft's plan. Samples are row after row, [num_rows * num_steps], without log-probabilities.
     num_steps: int = 1
-    grammars: GrammarUpdate | None = None  # on a connection, before the new slots are read (plan_wire.py)
-    snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, row of the state cache for the state there
+    grammars: GrammarUpdate | None = None  # set on a connection; read before the new slots (plan_wire.py)
+    snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, state cache row for the state there
 
     @property
     def ends(self) -> Int32s:
@@ -88,8 +88,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     token_ids: Int32s
     # Log-probabilities of m sampled tokens, of the rows that request them.
     logprob_rows: Int32s = EMPTY  # [m] index in token_ids
-    ranks: Int32s = EMPTY  # [m] of the token, from 1
-    logprobs: Float32s = np.zeros(0, np.float32)  # [m] of the token
+    ranks: Int32s = EMPTY  # [m] the token's rank, from 1
+    logprobs: Float32s = np.zeros(0, np.float32)  # [m] the token's log-probability
     # The `num_best` best first, for the row that requests the most; then the tokens requested by id.
     top_ids: Int32s = np.zeros((0, 0), np.int32)  # [m, n]
     top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
@@ -98,7 +98,7 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     num_best: int = 0
     # Indices in token_ids that were not sampled, because the grammar's matcher is not ready: plan their rows again.
     deferred: Int32s = EMPTY
-    # Of `logprob_rows`, under the distribution that each token was drawn from; [] if no row reports it.
+    # For `logprob_rows`, under the distribution that each token was drawn from; [] if no row reports it.
     sampling_logprobs: Float32s = np.zeros(0, np.float32)
     # (number, report): the number of the row that it is about. A number below 0 leaves it to `Extra.on_result`.
     reports: list[tuple[int, Report]] = []
@@ -116,14 +116,14 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
 
 
 def joined(results: list[StepResult]) -> StepResult:
-    """Return the result of a plan from the results of its steps (`StepPlan.expanded`)."""
+    """Return a plan's result from its steps' results (`StepPlan.expanded`)."""
     token_ids = np.stack([result.token_ids for result in results], axis=1).reshape(-1)
     deferred = [at * len(results) + step for step, result in enumerate(results) for at in result.deferred.tolist()]
     return StepResult(results[0].step_id, token_ids, deferred=np.array(deferred, np.int32))
 
 
 def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:
-    """Return row numbers and positions of the last sizes[i] tokens of each row i, each [sum of sizes]."""
+    """Return row numbers and positions of the last sizes[i] tokens in each row i, each [sum of sizes]."""
     rows = np.repeat(np.arange(len(sizes)), sizes)
     begins = np.cumsum(sizes) - sizes
     within = np.arange(len(rows)) - begins[rows]
@@ -141,7 +141,7 @@ def _value_of(array: NDArray[Any]) -> Any:
 
 
 def _array_of(kind: Any, value: Any) -> NDArray[Any]:
-    """Return the array of a value of `_value_of`, read-only."""
+    """Return the array in a value from `_value_of`, read-only."""
     if isinstance(value, bytes):
         return np.frombuffer(value, _INT32)
     dtype, shape, data = value
@@ -149,7 +149,7 @@ def _array_of(kind: Any, value: Any) -> NDArray[Any]:
 
 
 def decoder_of(kind: type[_T]) -> msgspec.msgpack.Decoder[_T]:
-    """Return a decoder of plans, or results, of this class."""
+    """Return a decoder for plans, or results, of this class."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_array_of)
 
 

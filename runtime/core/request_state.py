@@ -13,15 +13,15 @@ from runtime.base.config import ModelInfo
 from runtime.base.types import TOKEN_BYTES, CallboardError, Request
 
 NEVER = 1 << 62
-SortKey = tuple[int, int, int]  # priority, an extra's rank or 0, arrival: the order of service
+SortKey = tuple[int, int, int]  # priority, an extra's rank or 0, arrival: the service order
 
 
 class RequestStatus(Enum):
     """Where a request stands."""
 
-    WAITING = auto()  # without a slot
-    RUNNING = auto()  # in a slot
-    VERIFYING = auto()  # in a slot, with draft tokens in flight: its next row depends on how many are accepted
+    WAITING = auto()  # waits for a slot
+    RUNNING = auto()  # has a slot
+    VERIFYING = auto()  # has a slot and draft tokens in flight: its next row depends on how many are accepted
     ENDED = auto()
 
 
@@ -45,18 +45,18 @@ class RequestState:
         self.sort_key = sort_key
         self.status = RequestStatus.WAITING
         self.slot: int | None = None  # None while it waits
-        self.epoch = 0  # changes when it leaves its slot: results of an older epoch are stale (C3)
+        self.epoch = 0  # changes when it leaves its slot: an older epoch's results are stale (C3)
         self.num_computed = 0  # tokens that have been planned
         self.num_total = len(tokens)  # known tokens, and samples in flight
         self.only_scores = not self.params.max_tokens  # it ends with its prompt
-        self.list_bytes = self.params.list_bytes + TOKEN_BYTES * len(request.prediction)  # in a message
+        self.list_bytes = self.params.list_bytes + TOKEN_BYTES * len(request.prediction)  # bytes in a message
         self.owner: Any = None  # the caller's object; the scheduler only carries it
         self.failure = ""  # why it failed, in one sentence
         # KV cache
         self.tables: list[list[int]] = []  # blocks by position for each KV group, NULL_BLOCK below a window
-        self.num_blocks = 0  # held blocks of all groups
+        self.num_blocks = 0  # held blocks in all groups
         self.capacity = 0  # tokens for which the tables have blocks
-        self.block_hashes: list[bytes] = []  # of the leading full blocks
+        self.block_hashes: list[bytes] = []  # hashes of the leading full blocks
         self.next_block_end = NEVER  # num_computed that completes the next block to cache
         self.num_cached: int | None = None  # prompt tokens that were cached at first admission; None before it
         # Set by extras
@@ -67,7 +67,7 @@ class RequestState:
         # Set by a draft model: its requests run ahead of the final tokens (speculation/draft.py)
         self.plan_limit = max_len + self.only_scores  # no row is planned once `num_total` is this
         self.num_final = NEVER  # tokens that stay; only these are hashed (C5)
-        self.first_unsent: int | None = None  # from here on rows bring the known tokens; None if the runner has all
+        self.first_unsent: int | None = None  # rows bring the known tokens from here on; None if the runner has all
 
     def check_length(self, limit: int) -> None:
         """Raises CallboardError if the model's `limit` of tokens leaves no room for output."""

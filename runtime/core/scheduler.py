@@ -1,4 +1,4 @@
-"""The scheduler: decides which requests the next step computes, and how many tokens of each.
+"""The scheduler: decides which requests the next step computes, and how many of their tokens.
 
 Prefill and decode are not separate phases. A request has `num_total` tokens; `num_computed` of them have been planned.
 A step plans the rest, or as much as the token budget allows: a prefill chunk, or one token (decode). A row that reaches
@@ -8,9 +8,9 @@ the request's last token samples the next one. That sample counts at once, altho
     num_total                                            + p      p sampled in steps still in flight
     num_computed  ..................................^             K/V planned; the next row starts here
 
-So step k+1 is planned before the tokens of step k are known (queue depth 2), and depth 1 is the same code. An end of
+So step k+1 is planned before step k's tokens are known (queue depth 2), and depth 1 is the same code. An end of
 sequence is seen one step late and costs one row; its token is dropped. A request's `epoch` changes when it leaves
-its slot, and a result of an older epoch is stale (C3). Blocks and slots are reused at once, because runners execute
+its slot, and a result from an older epoch is stale (C3). Blocks and slots are reused at once, because runners execute
 plans in order (C2).
 
 This file is hot. It decides with counters and block tables, and does no I/O (C1). What an engine can do without is an
@@ -62,12 +62,12 @@ class Scheduler:
         if not config.chunked_prefill:
             self.budget = max(self.budget, self.max_len)
         self.requests: dict[str, RequestState] = {}
-        self.running: list[RequestState] = []  # in order of admission
+        self.running: list[RequestState] = []  # ordered by admission
         self.waiting = WaitingQueue()  # the requests without a slot
         self.slots = SlotPool(self.max_num_seqs)
         self.stats = EngineStats()
         self._num_arrivals = 0
-        self._step_id = 0  # of the last planned step
+        self._step_id = 0  # the last planned step's id
         self._in_flight: deque[Step] = deque()
         for attach in self.extras.attach:
             attach(self.kv_cache, self.stats)
@@ -270,7 +270,7 @@ class Scheduler:
     def _admit_waiting(self, step: Step, alone: RequestState | None) -> None:
         """Give slots and rows to waiting requests, in the order of service, while budget and memory last."""
         if not len(self.waiting) or (alone is not None and (self.running or self._in_flight)):
-            return  # a further loss of `alone` must be its own
+            return  # a further loss must be caused by `alone` itself
         self._limit_prompts(step)
         held = self.extras.held()
         while self.extras.may_open_slots(step, self.running):

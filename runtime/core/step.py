@@ -22,7 +22,7 @@ class ReportedRow(NamedTuple):
     """A row of a request that may have reports."""
 
     state: RequestState
-    epoch: int  # of the request, when the row was planned
+    epoch: int  # the request's, when the row was planned
     start: int
     num_tokens: int  # draft tokens included
     num_drafts: int
@@ -43,8 +43,8 @@ class Step:
         self._kv_cache = kv_cache
         self.budget = budget  # tokens that are left
         self.max_prompt_tokens: int | None = None  # None if only the budget limits them
-        self.num_prompts = self.num_prompt_tokens = 0  # rows of several tokens, and their tokens
-        self.prompt_positions = 0  # sum over these tokens: the position of their row's first one
+        self.num_prompts = self.num_prompt_tokens = 0  # rows with several tokens, and their tokens
+        self.prompt_positions = 0  # sum over these tokens: the position of their row's first token
         self.overtaking: RequestState | None = None  # the short prompt that precedes a longer one
         self.rows: list[RequestState] = []
         self.sampled_rows: list[SampledRow] = []
@@ -53,18 +53,18 @@ class Step:
         self.num_steps = 1  # times that the plan is run
         self.admitted: list[RequestState] = []  # requests that get a slot with it
         self.new: list[NewSlot] = []
-        self._new_bytes = 0  # of these
-        self._grammars: set[str] = set()  # keys of the grammars in them
+        self._new_bytes = 0  # their bytes
+        self._grammars: set[str] = set()  # keys of their grammars
         self._slots: list[int | None] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
         self._num_samples: list[int] = []
-        self._draft_lens: list[int] = []  # of the rows up to the last one with draft tokens
+        self._draft_lens: list[int] = []  # lengths for rows up to the last one with draft tokens
         self._draft_token_ids: list[int] = []
         # Set by `finish`:
         self.plan: StepPlan
-        self.num_tokens: int  # of all rows
-        self.num_sampled: int  # tokens of the result
+        self.num_tokens: int  # tokens in all rows
+        self.num_sampled: int  # tokens in the result
 
     @property
     def prompt_budget(self) -> int:

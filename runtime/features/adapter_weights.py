@@ -32,7 +32,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RunnerAdapters:
-    """Room for `max_loras` adapters beside a decoder's weights. One thread at a time loads while steps run: their rows
+    """Room for `max_loras` adapters next to a decoder's weights. One thread at a time loads while steps run: their rows
     never have the index that is being written (features/adapter_table.py)."""
 
     def __init__(self, decoder: Decoder, weight_map: WeightMap, max_loras: int, max_rank: int) -> None:
@@ -55,8 +55,8 @@ class RunnerAdapters:
     def load(self, index: int, path: str, digest: str = "") -> None:
         """Load the adapter in a folder at an index, from 1.
 
-        Raises CallboardError, before anything has changed, if the adapter is damaged, not supported, of another model
-        or of another digest."""
+        Raises CallboardError, before anything has changed, if the adapter is damaged or not supported, or belongs to
+        another model or digest."""
         start, spec = time.perf_counter(), self._decoder.spec
         if not 1 <= index <= self._max_loras:
             raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), not for {index}.")
@@ -65,7 +65,7 @@ class RunnerAdapters:
         adapter.check_rank(self._max_rank)
         places, found = map_parts_of(spec, self._weight_map), {}
         maps = {name: one for name, one in adapter.maps.items() if not self._weight_map.is_ignored(name)}
-        maps = maps or dict(adapter.maps)  # an adapter of images alone is refused below
+        maps = maps or dict(adapter.maps)  # an adapter for images alone is refused below
         if num_left_out := len(adapter.maps) - len(maps):
             logger.info("adapter %d: %d maps of parts that texts do not need are left out", index, num_left_out)
         for module, one in maps.items():
@@ -82,7 +82,7 @@ class RunnerAdapters:
 
 
 def _matrices(data: bytearray, one: AdaptedMap) -> Matrices:
-    """A and scaled B of one map, from the bytes of the file."""
+    """One map's A and scaled B, from the file's bytes."""
     return _tensor(data, one.a), _tensor(data, one.b).float() * one.scale
 
 

@@ -1,4 +1,4 @@
-"""ExpertRecorder: the experts that a mixture chose for the tokens of a step.
+"""ExpertRecorder: the experts that a mixture chose for a step's tokens.
 
 The routers of all layers record their choices while a step with such a request is computed. Other steps record nothing,
 and graphs cannot, so these steps run kernel by kernel.
@@ -20,7 +20,7 @@ from runtime.worker.extras import Needs, RunnerParts, StepWork
 
 
 class ExpertRecorder:
-    """A StepExtra: the experts of the tokens of the slots that report them."""
+    """A StepExtra: the experts of tokens in the slots that report them."""
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self.decoder, self.experts = decoder, decoder.spec.experts
@@ -69,7 +69,7 @@ class ExpertRecorder:
         places = [np.arange(last[row] + 1 - plan.num_tokens[row], last[row] + 1) for row in rows]
         index = work.copies.upload(np.concatenate(places).astype(np.int64))
         chosen = (torch.cat(router.record or []).view(tokens, -1) for router in self._routers())
-        ids = [each.index_select(0, index)[:, : self.experts.top_k] for each in chosen]  # without the shared ones
+        ids = [each.index_select(0, index)[:, : self.experts.top_k] for each in chosen]  # the shared ones are left out
         found = work.copies.download(torch.stack(ids, 1).to(torch.int16))
         self._record(False)
 
@@ -85,5 +85,5 @@ class ExpertRecorder:
             router.record = [] if wants else None
 
     def _routers(self) -> list[Router]:
-        """The routers by layer. An update of the weights may replace the layers of a decoder."""
+        """The routers by layer. A weight update may replace a decoder's layers."""
         return [layer.feed_forward.router for layer in self.decoder.layers if not isinstance(layer.feed_forward, Mlp)]

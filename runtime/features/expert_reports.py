@@ -1,7 +1,7 @@
-"""Routed experts: the choices of a mixture for each token of a request, in the order of positions.
+"""Routed experts: a mixture's choices for each token of a request, in position order.
 
 A row that is computed again, after a preemption or a loss, may choose others if numerics are not deterministic. The
-first report of a position counts: the tokens after it were sampled with this choice.
+first report for a position counts: the tokens after it were sampled with this choice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExpertReports(Extra):
     def __init__(self, info: ModelInfo) -> None:
         self._has_experts = info.routed_experts is not None
         layers, top_k = info.routed_experts or (0, 0)
-        self._size = 2 * layers * top_k  # bytes of a token
+        self._size = 2 * layers * top_k  # bytes per token
         self._live: dict[RequestState, _Report] = {}
 
     def on_add(self, state: RequestState) -> None:

@@ -1,8 +1,8 @@
-"""Pooler: vectors of prompts, from the hidden states of a step.
+"""Pooler: vectors for prompts, from a step's hidden states.
 
-A pooled prompt ends with a sample, so every program of a step has the state of its last token. A mean needs the states
-of all tokens. They are added up chunk after chunk in float64. There sums of such short numbers are exact, so they do
-not depend on the cuts of a prompt."""
+A pooled prompt ends with a sample, so every step program has its last token's state. A mean needs all
+tokens' states. They are added up chunk after chunk in float64. There sums of such short numbers are exact, so they do
+not depend on how a prompt is cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pooler:
         to do."""
         self.decoder, self.pooling, self.classifier = decoder, pooling, classifier
         self._wanted = ""  # the setting `pooling`
-        self.sums: torch.Tensor | None = None  # [num_slots, hidden] of the chunks so far; None unless means are made
+        self.sums: torch.Tensor | None = None  # [num_slots, hidden] sums over the chunks; None unless means are made
         if pooling is not None and pooling.kind == "mean":
             shape = num_slots, decoder.spec.hidden_size
             self.sums = torch.zeros(shape, dtype=torch.float64, device=decoder.numerics.device)
@@ -85,7 +85,7 @@ class Pooler:
             return
         self._accumulate(work)
         rows, _ = last_tokens(work.plan, work.plan.num_samples)
-        found = np.flatnonzero(self._is_pooled[work.plan.slots[rows]]).astype(np.int32)  # numbers of samples
+        found = np.flatnonzero(self._is_pooled[work.plan.slots[rows]]).astype(np.int32)  # sample numbers
         if not found.size:
             return
         states = work.sampled_states.index_select(0, work.copies.upload(found))
@@ -108,14 +108,14 @@ class Pooler:
                 self.sums[slot] = total if start == 0 else self.sums[slot] + total
 
     def _pool(self, states: torch.Tensor, work: StepWork, found: Int32s) -> torch.Tensor:
-        """[n, width] float32, from the states [n, hidden] of the last tokens of n prompts."""
+        """Vectors [n, width] float32, from the states [n, hidden] of n prompts' last tokens."""
         if self.sums is None:
             vectors = self.decoder.normed(states).float()
         else:
-            # The position of the sample is the prompt's length.
+            # The sample's position is the prompt's length.
             at = work.copies.upload(work.slots[found].astype(np.int64))
             counts = work.copies.upload(work.positions[found].astype(np.int64))
             vectors = (self.sums.index_select(0, at) / counts[:, None]).float()
         if self.classifier is None:
             return vectors
-        return (vectors[:, None] * self.classifier).sum(-1)  # the order of a row's sums does not depend on other rows
+        return (vectors[:, None] * self.classifier).sum(-1)  # a row's order of additions does not depend on other rows

@@ -1,7 +1,7 @@
-"""PromptScorer: log-probabilities of the tokens that a request brings: its prompt, and an output to be scored.
+"""PromptScorer: log-probabilities for the tokens that a request brings: its prompt, and an output to be scored.
 
 The token after a row's token is known while it is a given one, so only its logits are missing. They are made for a
-slice of the step's tokens at a time: the logits of a whole prompt can be larger than the model.
+slice of the step's tokens at a time: a whole prompt's logits can be larger than the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _ScoredRow(NamedTuple):
 class PromptScorer:
     """A StepExtra: log-probabilities for the slots with scored prompts.
 
-    Its memory is that of sampling: a slice has the rows of the largest batch, or MIN_LOGIT_ROWS (memory.py)."""
+    It uses sampling's memory: a slice has the largest batch's rows, or MIN_LOGIT_ROWS (memory.py)."""
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self.decoder = decoder

@@ -1,4 +1,4 @@
-"""Kernels: the operations of a decoder in one backend, and the makers of its linear layers.
+"""Kernels: a decoder's operations in one backend, and the makers of its linear layers.
 
 Only `select` decides which implementation runs (C7)."""
 

@@ -31,13 +31,13 @@ class Decoder:
     spec: DecoderSpec
     numerics: Numerics
     kernels: Kernels
-    communicator: Communicator  # of the spec's rank
+    communicator: Communicator  # the spec's rank's
     embed: Any  # [own tokens, hidden], as kernels have it
     embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
     position_embed: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
-    layer_embed: LayerEmbedding | None  # with spec.layer_embed_size
+    layer_embed: LayerEmbedding | None  # None without spec.layer_embed_size
     ropes: list[torch.Tensor]  # rotary tables
-    query_scales: torch.Tensor | None  # [num_positions, ...] of q by position
+    query_scales: torch.Tensor | None  # [num_positions, ...] q's scales by position
     layers: list[Layer]
     final_norm: torch.Tensor
     head_norm: torch.Tensor  # the final norm with the logit scale
@@ -86,7 +86,7 @@ class Decoder:
         return self.kernels.norm(hidden, self.final_norm, self.spec.norm_eps)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden] of `forward` -> [n, vocab], or the `spec.token_ids` of a rank. Writes them into `out`, float32,
+        """Map `forward`'s [n, hidden] to [n, vocab], or a rank's `spec.token_ids`. Writes them into `out`, float32,
         if given (Triton backend)."""
         logits, cap = self.head.logits(hidden, self.head_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
         return self.kernels[SOFT_CAP](logits, cap) if cap else logits
@@ -103,18 +103,18 @@ class Mlp(NamedTuple):
 class Layer:
     """The weights of one block. Gate and up are one linear map."""
 
-    attn_norm: torch.Tensor | None  # [hidden], or [2, hidden] for a layer norm with its bias; with spec.pre_norms
-    post_attn_norm: torch.Tensor | None  # with spec.post_norms
+    attn_norm: torch.Tensor | None  # [hidden], or [2, hidden] with a layer norm's bias; None without spec.pre_norms
+    post_attn_norm: torch.Tensor | None  # None without spec.post_norms
     mixer: Mixer
     ffn_norm: torch.Tensor | None
     post_ffn_norm: torch.Tensor | None
     feed_forward: Mlp | ExpertLayer
-    input: LayerInput | None = None  # with spec.layer_embed_size
-    factor: torch.Tensor | None = None  # [1] of the hidden states after the layer, with spec.layer_factors
+    input: LayerInput | None = None  # None without spec.layer_embed_size
+    factor: torch.Tensor | None = None  # [1] for the hidden states after the layer; None without spec.layer_factors
 
 
 class LayerAdapters(Protocol):
-    """Adapters (LoRA) beside the maps of the layers."""
+    """Adapters (LoRA) on the layers' maps."""
 
     def adapted(self, layers: Sequence[Layer], rows: torch.Tensor) -> list[Layer]:
         """The layers for a step. `rows` [num_tokens] has the adapter index of each token."""

@@ -59,9 +59,9 @@ def draw_decoder(
 def build_decoder(
     spec: DecoderSpec,
     numerics: Numerics,
-    num_positions: int,  # the most positions of a request
+    num_positions: int,  # a request's most positions
     read: ReadWeight,
-    communicator: Communicator | None = None,  # of the spec's rank
+    communicator: Communicator | None = None,  # the spec's rank's
 ) -> Decoder:
     """A decoder of the parameters that `read` returns."""
     kernels, ranks = select(numerics, spec), communicator or OneRank()
@@ -71,7 +71,7 @@ def build_decoder(
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:
-    """A builder of parts of a decoder with other weights. They share its kernels and its communicator."""
+    """Return a builder for a decoder's parts with other weights. They share its kernels and communicator."""
     maps = LinearMaps(decoder.spec, decoder.kernels, format_of, read)
     return LayerBuilder(sharded(maps, decoder.communicator, decoder.numerics.rank_invariant), num_positions)
 
@@ -119,11 +119,11 @@ class LayerBuilder:
         if not spec.layer_embed_size:
             return None
         lookup = maps.embedding("layer_embed").lookup
-        of_hidden = maps.kernels.linear([maps.read(name).operand], None)
+        hidden_map = maps.kernels.linear([maps.read(name).operand], None)
         weight = self.dense("layer_embed_norm").float() * 0.5**0.5
-        # The map has a factor of hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
+        # The map has the factor hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
         eps = spec.norm_eps * spec.hidden_size
-        return LayerEmbedding(lookup, of_hidden, weight, spec.layer_embed_size, maps.kernels.norm, eps)
+        return LayerEmbedding(lookup, hidden_map, weight, spec.layer_embed_size, maps.kernels.norm, eps)
 
     def final_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The final norm, and that with the logit scale."""
@@ -168,11 +168,11 @@ class LayerBuilder:
 
     def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
         gate_up, down = (self.maps.linear(prefix, name) for name in ("dense_gate_up", "dense_down"))
-        before, of_dense, of_experts = (
+        before, dense_norm, expert_norm = (
             self._norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
         )
         kernels = self.maps.kernels
-        norms = before, of_dense, of_experts, post_norm
+        norms = before, dense_norm, expert_norm, post_norm
         return DenseBeside(gate_up, down, experts, *norms, kernels.norm, kernels[ZEROS_LIKE])
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:

@@ -161,7 +161,7 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    drawn = dict[str, Callable[[tuple[Part, ...]], Tensors]]()  # parts of a parameter are read one after another
+    drawn = dict[str, Callable[[tuple[Part, ...]], Tensors]]()  # a parameter's parts are read one after another
 
     def read(parameter: str, part: Part | None = None) -> HeldWeight:
         weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)

@@ -13,7 +13,7 @@ from runtime.text.stream import NO_TEXT, NoText, StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta
 
-_TAIL = 8  # prompt tokens that affect the beginning of the output's text
+_TAIL = 8  # prompt tokens that affect how the output's text begins
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 _FINISHES: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.ABORT: "abort"}  # all others: length
@@ -35,7 +35,7 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # the complete characters of the output after each token
+    ends: list[int] = field(default_factory=list)  # complete output characters after each token
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
     finish_reason: Finish | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
@@ -44,7 +44,7 @@ class Delta:
     reasoning: str = ""
     num_reasoning: int = 0  # tokens, of this delta and earlier ones, that are now known to be reasoning
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
-    weight_versions: Sequence[WeightSpan] = ()  # of the whole choice, with its end; empty without weight_updates
+    weight_versions: Sequence[WeightSpan] = ()  # the whole choice's, at its end; empty without weight_updates
 
     def add(self, new: Delta) -> None:
         if new.reports:
@@ -78,8 +78,8 @@ class OutputProcessor:
         stops: StopStrings | None = None,
     ) -> None:
         """Args:
-        form: the format of the text; None if all of it is content.
-        stops: the stop strings of the request, if several choices share them."""
+        form: the text's format; None if all is content.
+        stops: the request's stop strings, if several choices share them."""
         params = request.params
         self._index = index
         self._text: TextStream | NoText = NO_TEXT
@@ -95,7 +95,7 @@ class OutputProcessor:
             )
         self._shows_stop = params.include_stop_str_in_output
         self._parser = None if form is None or not params.detokenize else MessageParser(form)
-        self._num_tokens = 0  # of the output so far
+        self._num_tokens = 0  # output tokens so far
 
     def process(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. A stop string or the last allowed call may end a choice before its engine

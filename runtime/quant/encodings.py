@@ -34,7 +34,7 @@ class Encoding(ABC):
     - scales, float32 [ceil(out / scale_rows), ceil(in / group_size)];
     - with has_zero_points, zero points like scales;
     - with super_size, scales and zero points are integers, and their factors follow: float16 [out, in / super_size];
-    - with `reordered`, int64 [in]: the column of the weight for each column of values."""
+    - with `reordered`, int64 [in]: the weight's column for each value column."""
 
     label: str  # "int4", for example
     scale_rows: int = 1  # weight rows that share a scale

@@ -162,7 +162,7 @@ class Ngram(Drafter):
             del self._texts[lookup.key]
 
     def _begin_text(self, lookup: _Lookup, state: RequestState) -> None:
-        """Give a request the index of its text: the one of another choice, or a new one if there is room."""
+        """Give a request its text's index: another choice's, or a new one if there is room."""
         prediction, began = state.request.prediction, state.request.token_ids
         held = self._texts.get(lookup.key)
         if held is None:

@@ -1,6 +1,6 @@
-"""Interfaces of the features that plug into a runner. A runner without extras samples the same tokens.
+"""Interfaces for the features that plug into a runner. A runner without extras samples the same tokens.
 
-    StepExtra       outputs beside tokens            Pooler (vectors), PromptScorer (log-probabilities of prompts),
+    StepExtra       outputs other than tokens        Pooler (vectors), PromptScorer (log-probabilities of prompts),
                                                      ExpertRecorder (experts of tokens)
     MaskSource      masks of the tokens to sample    GrammarState
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
@@ -40,8 +40,8 @@ class Needs(IntEnum):
     """The hidden states that an extra needs from a step."""
 
     NOTHING = 0
-    SAMPLED_STATES = 1  # of the tokens before samples: launched steps and graphs with prompts have them
-    ALL_STATES = 2  # of every token: only launched steps have them
+    SAMPLED_STATES = 1  # states of tokens before samples: launched steps and graphs with prompts have them
+    ALL_STATES = 2  # every token's states: only launched steps have them
 
 
 class Copies(Protocol):
@@ -59,22 +59,22 @@ class StepWork:
     """One step while it is computed. Each stage reads what earlier stages have written here."""
 
     plan: StepPlan
-    slots: Int32s  # [num_samples] of the samples, in the plan's order
-    positions: Int32s  # [num_samples] of the tokens to be sampled
+    slots: Int32s  # [num_samples] slots of the samples, in the plan's order
+    positions: Int32s  # [num_samples] positions of the tokens to be sampled
     tokens: torch.Tensor  # int32, flat: the token at `slot * stride + position`
     stride: int
     copies: Copies
     hidden: torch.Tensor = _NOTHING  # [num_tokens, hidden]; empty if the step runs as graphs
-    last: np.ndarray | None = None  # [num_rows] index in `hidden` of each row's last token; None if it runs as graphs
-    sampled_states: torch.Tensor = _NOTHING  # [num_samples, hidden] of the tokens before samples
-    logits: torch.Tensor = _NOTHING  # [num_samples, vocab], of a rank its part
+    last: np.ndarray | None = None  # [num_rows] each row's last token in `hidden`; None if it runs as graphs
+    sampled_states: torch.Tensor = _NOTHING  # [num_samples, hidden] states of the tokens before samples
+    logits: torch.Tensor = _NOTHING  # [num_samples, vocab], or a rank's part
     token_ids: torch.Tensor = _NOTHING  # [num_samples]
-    masks: TokenMasks | None = None  # of the samples
+    masks: TokenMasks | None = None  # the samples'
     reports: list[ReportWriter] = field(default_factory=list)
 
 
 class StepExtra(Protocol):
-    """An output beside tokens. It keeps state for the slots of the requests that want it."""
+    """An output other than tokens. It keeps state for the slots of requests that want it."""
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the requests that the model serves by this extra."""
@@ -111,7 +111,7 @@ class TokenAutomata(Protocol):
 class TokenMasks(Protocol):
     """The tokens that the samples of one step may be. Samples without a mask may be any token."""
 
-    numbers: Int32s  # [n] of the samples with a mask, rising
+    numbers: Int32s  # [n] numbers of samples with a mask, rising
     words: Int32s  # [n, num_words] a bit for each token
     failed: Int32s  # numbers of samples that are not drawn
     tracked: Int32s  # rows that automata on the device follow, in the layout of kernels/sampling/automata.py
@@ -137,17 +137,17 @@ class MaskSource(Protocol):
         """A request leaves its slot."""
 
     def masks(self, plan: StepPlan) -> TokenMasks | None:
-        """The masks of the plan's samples; None if all of them may be any token."""
+        """The masks for the plan's samples; None if all may be any token."""
 
     def sampled(self, masks: TokenMasks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples, [num_samples], of the step that had these masks."""
 
     def open(self, info: ModelInfo, asynchronous: bool, large_step_us: float) -> None:
-        """The runner is warm. `large_step_us` is the time of a decode step of many rows; infinite if not measured."""
+        """The runner is warm. `large_step_us` is the time of a decode step with many rows; infinite if not measured."""
 
 
 class AdapterLoader(Protocol):
-    """Loads adapters beside a decoder's weights."""
+    """Loads adapters next to a decoder's weights."""
 
     def load(self, index: int, path: str, digest: str = "") -> None:
         """Load the adapter in a folder at an index. Raises CallboardError, before anything has changed."""
@@ -196,24 +196,24 @@ class RunnerParts(NamedTuple):
 
 
 class UpdateParts(NamedTuple):
-    """What updates of weights need of a runner before its weights are read."""
+    """What weight updates need from a runner before its weights are read."""
 
     config: EngineConfig
     source: ModelSource
-    spec: DecoderSpec  # of this rank, with the encodings of its weights
+    spec: DecoderSpec  # this rank's, with its weights' encodings
     numerics: Numerics
-    least: Callable[[int], int]  # the smallest value of all ranks; all call it at the same time
+    least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
-# Called when the decoder has new weights; with a source of them if the classifier has changed, too.
+# Called when the decoder has new weights; with their source if the classifier has changed, too.
 WeightsChanged = Callable[[ModelSource | None], None]
 
 
 class WeightUpdates(Protocol):
     """New weights of a running model. Errors are CallboardErrors."""
 
-    version: WeightVersion  # of the weights that the runner serves
-    source: ModelSource  # of the stored version, which the runner loads
+    version: WeightVersion  # version of the weights that the runner serves
+    source: ModelSource  # the stored version, which the runner loads
 
     def open(
         self, decoder: Decoder, max_model_len: int, room: int, changing: Callable[[], None], changed: WeightsChanged
@@ -229,7 +229,7 @@ class WeightUpdates(Protocol):
         """Leave the trainer's group."""
 
     def receive(self, part: WeightPart) -> None:
-        """Stage the tensors of a part while steps run in another thread. After an error, none of them is staged."""
+        """Stage a part's tensors while steps run in another thread. After an error, none is staged."""
 
     def check(self) -> bool:
         """True if the staged tensors are all of the model's. Raises CallboardError if they cannot be applied."""
@@ -246,7 +246,7 @@ class WeightUpdates(Protocol):
 
 @runtime_checkable
 class ReadsWeights(Protocol):
-    """An extra with weights of its own beside the decoder's."""
+    """An extra with its own weights, in addition to the decoder's."""
 
     def read_weights(self, source: ModelSource) -> None:
         """Read them again."""
@@ -261,7 +261,7 @@ class RunnerExtras:
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
-    row_lens: Sequence[int] = ()  # tokens of a row, besides one, in frequent decode steps (speculation)
+    row_lens: Sequence[int] = ()  # tokens in a row, besides one, in frequent decode steps (speculation)
 
 
 NO_EXTRAS = RunnerExtras()

@@ -22,7 +22,7 @@ class Logprobs:
     logprobs: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
-    drawn: torch.Tensor | None = None  # of rows that report sampling_logprobs; None if none does
+    drawn: torch.Tensor | None = None  # values for rows that report sampling_logprobs; None if none does
 
     def downloaded(self, download: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
         """On the host, when the step is over."""

@@ -1,4 +1,4 @@
-"""Steps: the state of a runner's requests, and what CpuSteps and GpuSteps share of a step."""
+"""Steps: the state of a runner's requests, and the parts of a step that CpuSteps and GpuSteps share."""
 
 from __future__ import annotations
 

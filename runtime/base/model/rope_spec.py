@@ -21,8 +21,8 @@ class RopeSpec:
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
     original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
     partial: float = 1.0  # share of head_dim that rotates: its first dimensions; with `proportional`, of each half
-    interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
-    attention_factor: float = 1.0  # of cos and sin; yarn and longrope
+    interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half
+    attention_factor: float = 1.0  # factor for cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept
     beta_slow: float = 1.0  # yarn: dimensions with fewer turns than this are stretched fully
     query_beta: float = 0.0  # q is multiplied by 1 + this * ln(1 + position // original_positions)

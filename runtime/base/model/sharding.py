@@ -19,7 +19,7 @@ class Sharding(Enum):
     COLUMN = "column"  # some outputs: rows of the weight, its bias, and a norm over all outputs
     ROW = "row"  # some inputs: columns of the weight. Results are summed over the ranks, then the bias is added once
     VOCABULARY = "vocabulary"  # some tokens: rows of the embedding and the output head
-    EXPERT_INNER = "expert-inner"  # some of each expert's intermediate values: rows of gate and up, columns of down
+    EXPERT_INNER = "expert-inner"  # some intermediate values of each expert: gate and up rows, down columns
 
 
 class Part(NamedTuple):
@@ -89,7 +89,7 @@ def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> t
 
 
 def ungrouped(parameter: str) -> list[str]:
-    """Return the names of rows that the checkpoint groups by head, in the order of kernels, or the name itself."""
+    """Return the names of rows that the checkpoint groups by head, in the kernels' order, or the name itself."""
     layer, _, part = parameter.removesuffix(".weight").rpartition(".")
     return [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
 
@@ -142,4 +142,4 @@ def _shares(spec: DecoderSpec, parameter: str) -> list[Share]:
         return [inner, inner] if part == "gate_up" else [inner]
     if part.startswith("dense_"):
         return [spec.shard.share(layer.ffn.beside)]
-    return layer.mixer.shares(whole_layer.mixer, spec.shard, part)  # type: ignore[arg-type]  # both are of one kind
+    return layer.mixer.shares(whole_layer.mixer, spec.shard, part)  # type: ignore[arg-type]  # both have one kind

@@ -25,15 +25,15 @@ from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.stored_kv import dequantize_kv
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
-_MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap or sinks
+_MAX_SCORES = 1 << 22  # scores that attention with a soft cap or sinks holds at a time
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
-_LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
+_LOWEST = -1e30  # lower than all scores, yet finite: a window may hide a whole chunk
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
 
 
 @dataclass(slots=True)
 class KVView:
-    """The place of a span's keys and values: indices of cache tiles, or the start of one run of positions."""
+    """The place of a span's keys and values: cache tile indices, or where one run of positions starts."""
 
     num_rows: int
     length: int  # positions, the same for all rows
@@ -67,7 +67,7 @@ class KVView:
 
 @dataclass(slots=True)
 class Span:
-    """Tokens that attend in one call: many rows of one token each, or one row of many tokens."""
+    """Tokens that attend in one call: many rows with one token each, or one row with many tokens."""
 
     start: int  # its tokens in the step
     stop: int
@@ -75,7 +75,7 @@ class Span:
     mask: torch.Tensor | None  # added to the scores; None without a mask
     causal: bool  # one row from position 0: causal without a mask
     lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees: all before it and itself
-    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) of sliding layers; the first of them sets it
+    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) for sliding layers; their first one sets it
 
     def hidden(self, window: int) -> torch.Tensor:
         """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
@@ -112,7 +112,7 @@ class AttentionShape:
 
     num_heads: int
     num_kv_heads: int
-    blocks_apart: int  # from the first block of a head to that of the next head
+    blocks_apart: int  # distance between two heads' first blocks
     block_size: int
     dtype: torch.dtype
     device: torch.device
@@ -122,7 +122,7 @@ class AttentionShape:
 def plan_attention(
     tables: Int32s,  # [num_rows, max_blocks] block ids; unused entries are 0, the null block
     starts: Int32s,  # [num_rows] position of each row's first token
-    counts: Int32s,  # [num_rows] tokens of each row; rows of one token first, by rising `decode_bucket`
+    counts: Int32s,  # [num_rows] each row's tokens; one-token rows first, by rising `decode_bucket`
     shape: AttentionShape,
 ) -> AttentionPlan:
     """The spans of a step; its tokens lie row after row."""
@@ -194,7 +194,7 @@ def attention_torch(
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
     plan: AttentionPlan,
     form: AttentionForm,
-    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
     outs, (scale, window, soft_cap, sinks) = [], form
@@ -215,7 +215,7 @@ def _attend(
     num_tokens, num_heads, head_dim = q.shape
     num_rows, num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
-    if num_rows > 1:  # all query heads of a kv head are the rows of one product; faster here than SDPA
+    if num_rows > 1:  # a kv head's query heads are the rows of one product; faster here than SDPA
         assert mask is not None, "rows of one token have a mask"
         q = q.reshape(-1, group, head_dim)
         scores = torch.baddbmm(mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=scale)
@@ -238,7 +238,7 @@ def _attend_plainly(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`_attend` with a soft cap or sinks, which library calls lack: many rows of one token, or one row of many."""
+    """`_attend` with a soft cap or sinks, which library calls lack: many one-token rows, or one long row."""
     num_tokens, num_kv_heads, head_dim = len(q), k.shape[1], k.shape[3]
     q = q.view(num_tokens, num_kv_heads, -1, head_dim)
     to_k, to_v = ("tngd,tnsd->tngs", "tngs,tnsd->tngd") if len(k) > 1 else ("tngd,rnsd->tngs", "tngs,rnsd->tngd")
@@ -266,7 +266,7 @@ def attention_exact(
 
     Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32. Products
     have one shape, sums have one length, and chunks are in order. A masked position adds an exact zero, so the result
-    depends neither on the length of other rows nor on the chunks of the prompt."""
+    depends neither on other rows' lengths nor on the prompt's chunks."""
     head_dim, (scale, window, soft_cap, sinks) = q.shape[-1], form
     pad = (0, -head_dim % _ALIGNED)
     softmax = Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
@@ -281,12 +281,12 @@ def attention_exact(
 
 
 class Softmax(NamedTuple):
-    """The kind of softmax of a layer."""
+    """A layer's kind of softmax."""
 
     window: int
     soft_cap: float
     by_head: bool
-    sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each element of a batch in `attend_chunks`
+    sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each batch element in `attend_chunks`
 
 
 def _exact_decode(
@@ -320,7 +320,7 @@ def _exact_prefill(
 def attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
-    v: torch.Tensor,  # like k; the size of a value may differ
+    v: torch.Tensor,  # shaped like k; a value's size may differ
     lengths: torch.Tensor,  # [n] at least 1
     softmax: Softmax,
 ) -> torch.Tensor:
@@ -332,7 +332,7 @@ def attend_chunks(
             own = softmax._replace(sinks=None if sinks is None else sinks[:, i : i + 1])
             heads.append(attend_chunks(q[:, i : i + 1].contiguous(), k, v, lengths, own))
         return torch.cat(heads, 1)
-    if n == 1:  # a batch of one may be split over threads in another way
+    if n == 1:  # a batch with one element may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
         own = softmax if sinks is None else softmax._replace(sinks=sinks.expand(2, -1))
         return attend_chunks(q, k, v, lengths, own)[:1]

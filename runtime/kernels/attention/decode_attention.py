@@ -1,11 +1,11 @@
-"""Attention of rows of a few tokens (decode, verification) over the paged cache, each row's positions split.
+"""Attention for rows with few tokens (decode, verification) over the paged cache, each row's positions split.
 
 Split-KV ("flash decoding"): different programs attend to segments of a row's positions, so that few rows still fill the
-GPU. All query heads of a kv head, and all tokens of a row, share one tile, so keys and values are read once. The last
-program of a tile merges its segments in their order. Its arrival counter returns to zero, so a captured launch can be
+GPU. A kv head's query heads, and a row's tokens, share one tile, so keys and values are read once. A tile's last
+program merges its segments in their order. Its arrival counter returns to zero, so a captured launch can be
 replayed.
 
-By default, the number of segments follows the number of rows, and their length follows the length of the row. The grid
+By default, the segment count follows the row count, and segment length follows row length. The grid
 depends on neither. In deterministic mode, segments lie at fixed positions and tiles have one shape. A token's bits then
 depend only on its own q, k and v.
 """
@@ -36,17 +36,17 @@ from runtime.kernels.attention.paged_attention import (
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
 from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
+_TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
 _MAX_SPLITS = 32
-_MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a time
+_MERGED_ELEMENTS = 8192  # fp32 elements in partial results that are loaded at a time
 
 
 @jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
-    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # a quantized cache's scales (stored_kv.py), contiguous; not used without SCALES
     sinks_ptr,  # [num_heads] fp32, or None
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
@@ -61,14 +61,14 @@ def _decode_attention_kernel(
     head_stride,  # elements between kv heads
     table_stride,
     num_rows,
-    num_segments,  # at most, of a row
+    num_segments,  # most per row
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a kv head
-    TILE_TOKENS: tl.constexpr,  # at most, of a row in one tile
+    GROUP: tl.constexpr,  # query heads per kv head
+    TILE_TOKENS: tl.constexpr,  # most tokens of a row in one tile
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
-    SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
+    SEGMENT: tl.constexpr,  # positions per segment with FIXED, else at least that many
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -78,8 +78,8 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,  # segments loaded at a time
-    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: with prefix_ready, without FIXED
-    LOWEST: tl.constexpr,  # below all scores, yet finite
+    EAGER: tl.constexpr,  # a segment's first tile is requested before the wait: with prefix_ready, without FIXED
+    LOWEST: tl.constexpr,  # lower than all scores, yet finite
     PDL: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -152,7 +152,7 @@ def _decode_attention_kernel(
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
         )  # fmt: skip
         if alone:
-            acc += 0.0  # as merged with nothing: no negative zeros
+            acc += 0.0  # merging with nothing does so: no negative zeros
         else:
             store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
         for segment in range(split + num_splits, segments, num_splits):
@@ -227,8 +227,8 @@ def store_segment(
 
 @jit
 def arrives_last(counter, num_programs):
-    """True in the last of `num_programs` programs, which sees the stores of the others. Clears the counter."""
-    tl.debug_barrier()  # all of this program's stores come before its arrival
+    """True in the last of `num_programs` programs, which sees the others' stores. Clears the counter."""
+    tl.debug_barrier()  # this program's stores come before its arrival
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if is_last:
         tl.store(counter, 0)
@@ -240,7 +240,7 @@ def merge_segments(
     acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """(highest score, sum of weights, weighted sum of values) of all segments from `place` on, in order, MERGE at a
+    """(highest score, weight sum, weighted value sum) over all segments from `place` on, in order, MERGE at a
     time."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     m = tl.full([ROWS], LOWEST, tl.float32)
@@ -277,12 +277,13 @@ def decode_attention(
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
     rows: PagedRows,
     form: AttentionForm,
-    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
     *,
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
-    """`paged_attention_torch` for rows of few tokens, or deterministic of any number; lengths do not shape the grid."""
+    """`paged_attention_torch` for rows with few tokens, or any number if deterministic; lengths do not shape the
+    grid."""
     (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
@@ -331,7 +332,7 @@ def decode_attention(
 
 
 def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages), as measured on an H200. Those of heads of 512 fit its registers."""
+    """(positions a tile, warps, pipeline stages), as measured on an H200. For 512-wide heads they fit its registers."""
     if block_d > 256 and dtype != torch.float32:
         return 32, 8, 3
     if dtype == torch.float32 or block_d > 128:

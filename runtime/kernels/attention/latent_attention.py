@@ -1,10 +1,10 @@
-"""Attention over latents in the absorbed form (latent_torch.py), for rows of any number of tokens.
+"""Attention over latents in the absorbed form (latent_torch.py), for rows with any number of tokens.
 
-All heads read the same vectors: a tile has the heads of one token, or of several tokens of a row, as its rows. Each
+All heads read the same vectors: a tile's rows are the heads of one token, or of several in a row. Each
 vector is read once, as a key and, without its rotary part, as a value.
 
 Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and a second
-kernel merges their results. Each of its programs has a part of one head of a token. In deterministic mode, segments lie
+kernel merges their results. Each program there has a part of one token's head. In deterministic mode, segments lie
 at fixed positions, and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it
 sees.
 """
@@ -30,14 +30,14 @@ from runtime.kernels.attention.paged_attention import (
 )
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
-_MOST_ROWS = 64  # of a tile: with more, its sums do not fit into registers
+_TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
+_MOST_ROWS = 64  # rows in a tile: with more, its sums do not fit into registers
 _FIXED_SEGMENT = 512  # positions, deterministic mode
 _MAX_SPLITS = 64
 _LEAST_SEGMENT = 32  # positions
-_MERGED_PART = 128  # numbers of a head that a program merges
-_MAX_PARTIAL = 1 << 25  # numbers of segments' results in deterministic mode; with more, segments are not split
-_LOWEST = -1e30  # below all scores, yet finite
+_MERGED_PART = 128  # head elements that a program merges
+_MAX_PARTIAL = 1 << 25  # elements in segments' results in deterministic mode; with more, segments are not split
+_LOWEST = -1e30  # lower than all scores, yet finite
 
 
 @jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -55,17 +55,17 @@ def _latent_attention_kernel(
     rope_stride,
     table_stride,
     num_rows,
-    num_segments,  # at most, of a row
+    num_segments,  # most per row
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    HEADS: tl.constexpr,  # of a tile
-    TILE_TOKENS: tl.constexpr,  # at most, of a row in one tile
+    HEADS: tl.constexpr,  # heads in a tile
+    TILE_TOKENS: tl.constexpr,  # most tokens of a row in one tile
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
-    SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
+    SEGMENT: tl.constexpr,  # positions per segment with FIXED, else at least that many
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     SPLIT: tl.constexpr,  # segments are merged by another kernel
     BLOCK_M: tl.constexpr,
@@ -137,7 +137,7 @@ def _latent_attention_kernel(
 
 @jit
 def segments_of(length, num_splits, SEGMENT: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(positions of a segment, number of segments) of a tile that sees `length` positions."""
+    """(positions per segment, number of segments) for a tile that sees `length` positions."""
     segment_len = SEGMENT
     if not FIXED:
         segment_len = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N, SEGMENT)
@@ -176,7 +176,7 @@ def _merge_latents_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous
     starts_ptr,
     q_starts_ptr,
-    acc_ptr,  # of `_latent_attention_kernel`
+    acc_ptr,  # written by `_latent_attention_kernel`
     sums_ptr,
     num_rows,
     num_splits,
@@ -190,12 +190,12 @@ def _merge_latents_kernel(
     FIXED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,  # of the rank, a power of two
+    PART: tl.constexpr,  # part of the rank, a power of two
     MERGE: tl.constexpr,  # segments loaded at a time
     LOWEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of one head of the tokens of a tile, one after another."""
+    """A part of one head for a tile's tokens, one after another."""
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if NUM_ROWS:
         row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
@@ -239,7 +239,7 @@ def attend_rows(
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads, rank] contiguous
 ) -> torch.Tensor:
-    """The weighted sums of latents of each head, [num_tokens, num_heads, rank]; lengths do not shape the grid."""
+    """Each head's weighted sums of latents, [num_tokens, num_heads, rank]; lengths do not shape the grid."""
     (num_tokens, num_heads, rank), rope_dim, block_size = q.shape, rope.shape[2], kv.shape[3]
     out = torch.empty_like(q) if out is None else out
     if not num_tokens:
@@ -282,7 +282,7 @@ def attend_rows(
 
 
 def _tiles(block_m: int, num_heads: int, rows: PagedRows) -> tuple[int, int, int]:
-    """(tiles of heads, tokens of a tile at most, tiles of tokens)."""
+    """(head tiles, most tokens in a tile, token tiles)."""
     head_tiles = -(-num_heads // block_m)
     tile_tokens = block_m // -(-num_heads // head_tiles)
     fits = rows.max_count <= tile_tokens
@@ -324,7 +324,7 @@ def latent_attention_triton(
     """`latent_attention_torch`. Rows of many tokens use the expanded form, unless the launch is captured."""
     absorbed = partial(_absorbed, kv=kv, up=up, scale=scale, deterministic=deterministic)
     *others, last = plan.parts
-    first = sum(rows.num_tokens for rows in others)  # rows of one token
+    first = sum(rows.num_tokens for rows in others)  # one-token rows
     if deterministic or not can_expand(q, kv, last, len(q) - first, up):
         return absorbed(q, plan.parts).flatten(1)
     out = q.new_empty((len(q), q.shape[1], up.weight.shape[1] - up.nope_dim))

@@ -1,7 +1,7 @@
-"""Attention over latents in the expanded form on a GPU, for rows of many tokens in launched steps.
+"""Attention over latents in the expanded form on a GPU, for rows with many tokens in launched steps.
 
-A copy of the rows' latents becomes keys and values of some heads, in blocks as in a cache. Attention over prompts reads
-them. Other heads follow in the same memory. Captured launches do not know the lengths of their rows, so they use the
+A copy of the rows' latents becomes some heads' keys and values, in blocks as in a cache. Attention over prompts reads
+them. Other heads follow in the same memory. Captured launches do not know their rows' lengths, so they use the
 absorbed form."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows
 from runtime.kernels.attention.prefill_attention import prefill_attention
 
-_LEAST_TOKENS = 512  # of a row on average: with fewer, the expansion costs more than it saves
-MOST_EXPANDED = 1 << 26  # numbers of k, of v and of copied latents that exist at a time
+_LEAST_TOKENS = 512  # a row's tokens on average: with fewer, the expansion costs more than it saves
+MOST_EXPANDED = 1 << 26  # elements of k, v and copied latents that exist at a time
 
 
 def can_expand(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, num_tokens: int, up: LatentUp) -> bool:
@@ -36,14 +36,14 @@ def attend_expanded(
     kv: torch.Tensor,  # [1, 1, num_blocks, block_size, rank + rope_dim] contiguous
     rows: PagedRows,  # their tokens are the last ones of q
     up: LatentUp,
-    first: int,  # the first token of the rows
+    first: int,  # the rows' first token
     *,
     scale: float,
     out: torch.Tensor,  # [num_tokens, num_heads, value_dim] contiguous; written from `first` on
 ) -> None:
     """`latent_attention_torch` for these rows."""
-    (_, num_heads, head_dim), block_size, (_, of_head, rank) = q.shape, kv.shape[3], up.weight.shape
-    num_blocks, nope_dim, value_dim = -(-rows.max_len // block_size), up.nope_dim, of_head - up.nope_dim
+    (_, num_heads, head_dim), block_size, (_, head_rows, rank) = q.shape, kv.shape[3], up.weight.shape
+    num_blocks, nope_dim, value_dim = -(-rows.max_len // block_size), up.nope_dim, head_rows - up.nope_dim
     latents, own_rows = _gathered(kv, rows, num_blocks)
     together = min(num_heads, MOST_EXPANDED // (len(latents) * head_dim))
     both = q.new_empty((2, together, rows.num_rows * num_blocks, block_size, head_dim))

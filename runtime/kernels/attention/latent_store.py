@@ -1,4 +1,4 @@
-"""The store of a step's latents as one kernel: their norm, the rotation of their keys and of q, and the write."""
+"""Stores a step's latents in one kernel: their norm, the rotation of their keys and q, and the write."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from runtime.kernels.attention.latent_torch import LatentForm
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_TILE = 1024  # pairs of a program that rotates heads of q
+_TILE = 1024  # pairs in a program that rotates q heads
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _latent_store_kernel(
-    q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], tokens q_stride apart; the last ROPE numbers of a head are rotated
+    q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], tokens q_stride apart; a head's last ROPE elements are rotated
     latents_ptr,  # [num_tokens, RANK + ROPE], tokens latents_stride apart
     table_ptr,  # [2, num_positions, ROPE], rows contiguous, cos and sin sin_offset apart
     positions_ptr,  # [num_tokens] int32 or int64
@@ -28,14 +28,14 @@ def _latent_store_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HEADS: tl.constexpr,  # heads per program
     BLOCK_RANK: tl.constexpr,  # power of two, at least RANK
     BLOCK_HALF: tl.constexpr,  # power of two, at least ROPE / 2
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROPE // 2
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # between pairs
-    OTHER: tl.constexpr = 1 if INTERLEAVED else HALF  # between the numbers of a pair
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # distance of pairs
+    OTHER: tl.constexpr = 1 if INTERLEAVED else HALF  # distance within a pair
     token = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_HALF)
     is_pair = pairs < HALF
@@ -73,7 +73,7 @@ def _latent_store_kernel(
 def latent_store_triton(
     q: torch.Tensor,  # heads contiguous, any stride between tokens
     latents: torch.Tensor,  # any stride between tokens
-    rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
+    rope: tuple[torch.Tensor, torch.Tensor],  # `rope_rows_triton`'s result
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
     form: LatentForm,

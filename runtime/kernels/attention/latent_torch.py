@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the reference, which is also the path of CPUs.
 
-One layer's cache is kv [1, 1, num_blocks, block_size, rank + rope_dim]. A token's vector is its latent, normed, and the
-part of its key with rotary positions, which all heads share. Two forms give the same numbers but for rounding:
+One layer's cache is kv [1, 1, num_blocks, block_size, rank + rope_dim]. A token's vector is its latent, normed, and its
+key's rotary part, which all heads share. Two forms give the same results but for rounding:
 
-- absorbed: W_UK turns each head's q into a query over latents. The weighted sum of latents becomes values by W_UV. A
-  step reads only the cache, so this form serves rows of few tokens. In deterministic mode it serves all rows.
-- expanded: kv_b makes k and v of every head from the latents. It needs a third to half of the multiplications for each
-  pair of tokens, so it serves rows of many tokens. Groups of heads are expanded one after another, within a bound of
-  memory.
+- absorbed: W_UK turns each head's q into a query over latents. The latents' weighted sum becomes values by W_UV. A
+  step reads only the cache, so this form serves rows with few tokens. In deterministic mode it serves all rows.
+- expanded: kv_b makes every head's k and v from the latents. It needs a third to half the multiplications for each
+  token pair, so it serves rows with many tokens. Head groups are expanded one after another, within a memory
+  bound.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from runtime.kernels.attention.attention_torch import AttentionPlan, Softmax, Sp
 from runtime.kernels.linear.linear_torch import Product
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 
-_LEAST_EXPANDED = 128  # tokens of a row in the expanded form: with fewer, the expansion costs more than it saves
-MAX_EXPANDED = 1 << 24  # numbers of k and v that are expanded at a time, unless one head has more
+_LEAST_EXPANDED = 128  # a row's tokens in the expanded form: with fewer, the expansion costs more than it saves
+MAX_EXPANDED = 1 << 24  # k and v elements that are expanded at a time, unless one head has more
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned
 
 
 class LatentForm(NamedTuple):
     """One layer's norm and rotary positions."""
 
-    norm: torch.Tensor  # [rank] weight of the latents' RMS norm
+    norm: torch.Tensor  # [rank] weight for the latents' RMS norm
     eps: float
     interleaved: bool  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
 
@@ -39,9 +39,9 @@ class LatentForm(NamedTuple):
 class LatentUp(NamedTuple):
     """The map kv_b from latents to keys and values."""
 
-    weight: torch.Tensor  # [num_heads, nope_dim + value_dim, rank]; the rows of k first
+    weight: torch.Tensor  # [num_heads, nope_dim + value_dim, rank]; k's rows first
     nope_dim: int
-    # The same as products of single heads: q without positions -> a query over latents, and latents -> values.
+    # The same as single heads' products: q without positions -> a query over latents, and latents -> values.
     absorb: Sequence[Product] = ()
     values: Sequence[Product] = ()
 
@@ -64,8 +64,8 @@ def latent_up(
     up = LatentUp(weight, nope_dim)
     if product is None:
         return up
-    absorb = [product(of_head.t().contiguous()) for of_head in up.keys_weight]
-    return up._replace(absorb=absorb, values=[product(of_head.contiguous()) for of_head in up.values_weight])
+    absorb = [product(head_rows.t().contiguous()) for head_rows in up.keys_weight]
+    return up._replace(absorb=absorb, values=[product(head_rows.contiguous()) for head_rows in up.values_weight])
 
 
 def latent_up_of_maps(
@@ -87,9 +87,9 @@ def latent_store_torch(
     """Rotate the last numbers of each head's q in place. Norm the latents, rotate their keys, and store both."""
     norm, eps, interleaved = form
     rank, rope_dim = len(norm), rope[0].shape[-1]
-    of_q, of_k = q[..., -rope_dim:], latents[:, rank:].unsqueeze(1)
-    of_q.copy_(_rotated(of_q, rope, interleaved))
-    stored = torch.cat((rms_norm_torch(latents[:, :rank], norm, eps), _rotated(of_k, rope, interleaved)[:, 0]), 1)
+    q_rotary, k_rotary = q[..., -rope_dim:], latents[:, rank:].unsqueeze(1)
+    q_rotary.copy_(_rotated(q_rotary, rope, interleaved))
+    stored = torch.cat((rms_norm_torch(latents[:, :rank], norm, eps), _rotated(k_rotary, rope, interleaved)[:, 0]), 1)
     kv.view(-1, kv.shape[-1]).index_copy_(0, kv_index.long(), stored.to(kv.dtype))
 
 
@@ -99,7 +99,7 @@ def _rotated(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], interleav
     if not interleaved:
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
     half = x.shape[-1] // 2
-    cos, sin = cos[..., half:], sin[..., half:]  # of a pair; here sin is not negated
+    cos, sin = cos[..., half:], sin[..., half:]  # a pair's; here sin is not negated
     first, second = x[..., ::2], x[..., 1::2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
 
@@ -127,7 +127,7 @@ def _absorbed(
     up: LatentUp,
     scale: float,
 ) -> torch.Tensor:
-    """Rows of one token each, or one row of many tokens."""
+    """Rows with one token each, or one row with many tokens."""
     num_tokens, num_heads, _ = q.shape
     rank = up.weight.shape[2]
     over_latents = torch.cat((torch.einsum("nhd,hdr->nhr", q[..., : up.nope_dim], up.keys_weight),
@@ -146,8 +146,8 @@ def _absorbed(
 def _expanded(q: torch.Tensor, latents: torch.Tensor, span: Span, up: LatentUp, scale: float) -> torch.Tensor:
     """One row of many tokens."""
     num_tokens, num_heads, head_dim = q.shape
-    (_, of_head, rank), (_, length, _) = up.weight.shape, latents.shape
-    together = max(1, MAX_EXPANDED // (length * (of_head + head_dim)))
+    (_, head_rows, rank), (_, length, _) = up.weight.shape, latents.shape
+    together = max(1, MAX_EXPANDED // (length * (head_rows + head_dim)))
     mask, causal = span.mask_within(0, q.dtype)
     outs = []
     for first in range(0, num_heads, together):

@@ -1,7 +1,7 @@
-"""Paged attention: the rows of a step, the search of a tile for its row, one step of softmax, and the torch twin.
+"""Paged attention: a step's rows, a tile's search for its row, one softmax step, and the torch twin.
 
-One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. Position p of a row lies in block
-tables[slot, p // block_size] at offset p % block_size. A row is a run of new tokens of one request; its k and v are
+One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. A row's position p lies in block
+tables[slot, p // block_size] at offset p % block_size. A row is a run of one request's new tokens; its k and v are
 already in the cache. The token at position p sees positions 0..p, or the last `window` of them.
 """
 
@@ -23,23 +23,23 @@ class AttentionForm(NamedTuple):
 
     scale: float
     window: int = 0  # positions that a token sees, itself included; 0 for all
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
-    sinks: torch.Tensor | None = None  # [num_heads] float32, a score of each head without a key and a value
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
+    sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
 
 
 @dataclass(slots=True)
 class PagedRows:
     """Rows of one attention call. Tensors are on the device; the ints are the host's and may be upper bounds."""
 
-    slots: torch.Tensor  # [num_rows] int32, row of `tables`
+    slots: torch.Tensor  # [num_rows] int32, row in `tables`
     starts: torch.Tensor  # [num_rows] int32, position of the row's first token
-    q_starts: torch.Tensor  # [num_rows + 1] int32, the row's first token in q, and the end of the last row
+    q_starts: torch.Tensor  # [num_rows + 1] int32, the row's first token in q, and the last row's end
     tables: torch.Tensor  # [num_slots + 1, max_blocks] int32 block ids, any stride between rows
     num_rows: int
     num_tokens: int
-    max_count: int  # most tokens of a row
-    max_len: int  # the most positions that the last token of a row sees
-    # True if no launch of this step writes a key before a row's start. A row that shares the prefix could do that.
+    max_count: int  # most tokens in a row
+    max_len: int  # the most positions that a row's last token sees
+    # True if no launch in this step writes a key before a row's start. A row that shares the prefix could do that.
     prefix_ready: bool = False
 
 
@@ -56,7 +56,7 @@ def paged_attention_torch(
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]
     rows: PagedRows,
     form: AttentionForm,
-    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or wider, row by row."""
@@ -96,7 +96,8 @@ def rows_searched(num_rows: int) -> int:
 
 @jit
 def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """(row, its tile) of the tile-th of num_tokens // TILE_TOKENS + num_rows places for tiles of TILE_TOKENS tokens.
+    """(row, its tile) at place `tile` among num_tokens // TILE_TOKENS + num_rows places for tiles of TILE_TOKENS
+    tokens.
 
     Row r, with t tokens in the rows before it, owns the places from t // TILE_TOKENS + r on. It has at least as many
     places as tiles. A spare place starts behind the row's last token. ROWS is a power of two, at least num_rows."""
@@ -153,7 +154,7 @@ def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @jit
 def token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM: tl.constexpr, SCALES: tl.constexpr):
-    """Where a head's scales of tokens are: a key's and a value's are read as one number, of a size to be read ahead."""
+    """Where a head's token scales are: a key's and a value's are read as one number, large enough to be read ahead."""
     if SCALES == "token":
         scales_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         scales_ptr += kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
@@ -186,20 +187,20 @@ def attend_tile(
 @jit
 def softmax_step(
     scores,  # [M, N] q k^T
-    k_scales,  # [N], with SCALES "token"
+    k_scales,  # [N], read if SCALES is "token"
     v_scales,
     positions,  # [N]
     q_positions,  # [M]
     m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
     total,  # [M] sum of 2**(score - m)
     scale_log2,  # scale * log2(e), positive
-    MASKED: tl.constexpr,  # false if each of q sees all positions
+    MASKED: tl.constexpr,  # false if each q sees all positions
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """One step of the online softmax (arXiv 1805.02867, 2205.14135): (m, total, weights of the values [M, N], what sums
-    so far are multiplied with). As m is finite, -inf needs no special care."""
+    """One step of the online softmax (arXiv 1805.02867, 2205.14135): (m, total, the values' weights [M, N], the factor
+    for sums so far). Since m is finite, -inf is handled like any score."""
     if SCALES == "token":
         scores *= k_scales.to(tl.float32)[None, :]
     if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
@@ -222,7 +223,7 @@ def softmax_step(
 
 @jit
 def load_sinks(sinks_ptr, kv_head, count, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sinks of a tile of `count` tokens with GROUP heads each [ROWS]; None if the model lacks them."""
+    """The sinks for a tile with `count` tokens and GROUP heads each [ROWS]; None if the model lacks them."""
     sinks = None
     if sinks_ptr is not None:
         rows = tl.arange(0, ROWS)
@@ -232,7 +233,7 @@ def load_sinks(sinks_ptr, kv_head, count, GROUP: tl.constexpr, ROWS: tl.constexp
 
 @jit
 def add_sinks(m, total, sinks, SCALES: tl.constexpr):
-    """The sum of a row's weights with that of its sink: once, after all positions, so that no split of them shows.
+    """A row's weight sum including its sink: added once, after all positions, so that no split shows.
 
     Explicit fma, so that it rounds alike wherever it is inlined. An infinite weight makes the result zero."""
     if sinks is not None:
@@ -274,9 +275,9 @@ def _attend_quantized(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """`attend_range` of a quantized cache.
+    """`attend_range` for a quantized cache.
 
-    A product takes values by pairs of positions, and shared memory would swap the bytes of a pair. Two neighbouring
+    A product takes values by position pairs, and shared memory would swap a pair's bytes. Two neighbouring
     dimensions are therefore read as one int16, and even and odd dimensions are multiplied separately."""
     PAIRS: tl.constexpr = HEAD_DIM // 2
     HALF: tl.constexpr = BLOCK_D // 2

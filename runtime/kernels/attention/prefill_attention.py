@@ -1,11 +1,11 @@
-"""Attention of rows of many tokens (prompts, chunks of them behind a cached prefix) over the paged cache.
+"""Attention for rows with many tokens (prompts, or prompt chunks behind a cached prefix) over the paged cache.
 
-A program takes a tile of consecutive tokens with all query heads of one kv head, which share each key and value that it
+A program takes a tile of consecutive tokens with one kv head's query heads, which share each key and value that it
 reads. It walks over the row's positions, and masks only the last ones, which some of its tokens do not see. The grid
-runs from the last tile of the last row to the first tile of the first row, so the longest walks start first.
+runs from the last row's last tile to the first row's first tile, so the longest walks start first.
 
-In steps of few tokens, tiles alone would leave most of the GPU idle. Different programs then walk over segments of the
-positions, and the last program of a tile merges them, as in decode attention. The segment length spreads the step's
+In steps with few tokens, tiles alone would leave most of the GPU idle. Different programs then walk over position
+segments, and a tile's last program merges them, as in decode attention. The segment length spreads the step's
 work over all programs that run at a time. The device computes it, because a captured launch does not know its rows.
 """
 
@@ -36,16 +36,16 @@ from runtime.kernels.attention.paged_attention import (
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_LEAST_SEGMENT = 256  # positions: a walk then outweighs the store and the merge of its result
+_LEAST_SEGMENT = 256  # positions: a walk then outweighs storing and merging its result
 _PROGRAMS_PER_SM = 2  # programs that run at a time
-_MERGED_ELEMENTS = 8192  # fp32 elements of segments' results loaded at a time
+_MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
-    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # a quantized cache's scales (stored_kv.py), contiguous; not used without SCALES
     sinks_ptr,  # [num_heads] fp32, or None
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
@@ -64,10 +64,10 @@ def _prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a kv head
+    GROUP: tl.constexpr,  # query heads per kv head
     TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
-    SHARED: tl.constexpr,  # programs that share the work of a step with fewer tiles; 0 for one program a tile
+    SHARED: tl.constexpr,  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
     LEAST_SEGMENT: tl.constexpr,  # positions, a multiple of BLOCK_N
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -102,7 +102,7 @@ def _prefill_attention_kernel(
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         seen_by_all = begin  # windows are masked throughout
-    if SHARED:  # as products with BLOCK_N, or the compiler does not know that places in a block lie in a row
+    if SHARED:  # the compiler infers from products with BLOCK_N that places in a block lie in a row
         segments = tl.cdiv(end - begin, segment_len)
         if segment >= segments:
             return
@@ -139,7 +139,7 @@ def _prefill_attention_kernel(
             place += kv_head * (SHARED // NUM_KV_HEADS)
             used = lanes < count * GROUP
             store_segment(acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, BLOCK_M, HEAD_DIM)
-            place -= segment  # of the tile's first one
+            place -= segment  # the tile's first segment's place
             if not arrives_last(counters_ptr + place, segments):
                 return
             m, total, acc = merge_segments(
@@ -159,23 +159,23 @@ def _find_segment(
     num_rows,
     TILE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,  # power of two, at least num_rows
-    PROGRAMS: tl.constexpr,  # that share the work, of one kv head
+    PROGRAMS: tl.constexpr,  # programs that share one kv head's work
     LEAST_SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(row, its tile, the tile's segment, positions of a segment) of the place-th of all segments. A place that is not
+    """(row, its tile, the tile's segment, positions per segment) for the place-th segment. A place that is not
     needed has its tile beyond the row's last.
 
-    A tile counts with the walk of its row's last token. With W as the sum of walks and T tiles, there are at most
-    PROGRAMS segments of W / (PROGRAMS - T) positions, rounding included. Where tiles are too many, none is cut."""
+    A tile counts with the walk of its row's last token. With the walks' sum W and T tiles, there are at most
+    PROGRAMS segments with W / (PROGRAMS - T) positions, rounding included. Where tiles are too many, none is cut."""
     rows = tl.arange(0, ROWS)
     is_row = rows < num_rows
     starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
     q_starts = tl.load(q_starts_ptr + rows, mask=is_row, other=0)
     counts = tl.load(q_starts_ptr + 1 + rows, mask=is_row, other=0) - q_starts
     tiles, walks = tl.cdiv(counts, TILE_TOKENS), _walk(starts + counts, TILE_TOKENS, WINDOW, BLOCK_N)
-    both = tl.sum((tiles.to(tl.int64) << 32) + tiles * walks)  # two sums, for one meeting of the program's threads
+    both = tl.sum((tiles.to(tl.int64) << 32) + tiles * walks)  # two sums, for one meeting of the threads
     num_tiles, work = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
     spare = PROGRAMS - num_tiles
     most = tl.where(spare > 0, tl.maximum(tl.cdiv(work, tl.maximum(spare, 1)), LEAST_SEGMENT), 1 << 30)
@@ -187,13 +187,13 @@ def _find_segment(
     walk = _walk(tl.load(starts_ptr + row) + tl.load(q_starts_ptr + row + 1) - tl.load(q_starts_ptr + row),
                  TILE_TOKENS, WINDOW, BLOCK_N)  # fmt: skip
     segments = tl.maximum(tl.cdiv(walk, most), 1)
-    segment_len = tl.cdiv(tl.cdiv(walk, segments), BLOCK_N) * BLOCK_N  # all of a row are equally long
+    segment_len = tl.cdiv(tl.cdiv(walk, segments), BLOCK_N) * BLOCK_N  # a row's segments are equally long
     return row, (place - first) // segments, (place - first) % segments, segment_len
 
 
 @jit
 def _walk(length, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """An upper bound of the positions that the last tile of a row of this length walks over."""
+    """An upper bound for the positions that the last tile walks over in a row with this length."""
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW + TILE_TOKENS + BLOCK_N)
     return length
@@ -204,12 +204,12 @@ def prefill_attention(
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
     rows: PagedRows,
     form: AttentionForm,
-    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
     *,
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
-    """`paged_attention_torch` for rows of any number of tokens."""
+    """`paged_attention_torch` for rows with any number of tokens."""
     if deterministic:
         return decode_attention(q, kv, rows, form, scales, deterministic=True, out=out)
     (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
@@ -226,13 +226,13 @@ def prefill_attention(
     tile_tokens = block_m // group
     places = rows.num_tokens // tile_tokens + rows.num_rows
     shared = _PROGRAMS_PER_SM * num_sms(q.device)
-    # Split only where tiles leave programs idle. Merging results of heads of 256 exceeds the registers, and a quantized
-    # cache was not measured.
+    # Split only where tiles leave programs idle. Merging results for 256-wide heads exceeds the registers, and a
+    # quantized cache was not measured.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
     if 2 * tiles > shared or not short or block_d > 128 or scales is not None:
         shared = 0
     pdl = use_pdl(q)
-    # One dimension of the grid: the others hold no more than 65,535 places each.
+    # One grid dimension: the others hold no more than 65,535 places each.
     _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
         q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
@@ -274,7 +274,7 @@ def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[i
     of the loops."""
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
-    if block_d > 256:  # as compiled: larger tiles spill
+    if block_d > 256:  # larger tiles spill, as compiled
         if scales == "none":
             return 64, 16, {"num_warps": 8, "num_stages": 3}
         return 32, 32, {"num_warps": 8, "num_stages": 2}

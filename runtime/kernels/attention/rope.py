@@ -1,4 +1,4 @@
-"""Everything between the QKV product and attention: norms of q and k, rotary embedding, the store of k and v."""
+"""Everything between the QKV product and attention: q and k norms, rotary embedding, storing k and v."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, withi
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-Heads = Literal["qkv", "qk", "q"]  # of a product: with qk, v is k before its norm; with q, another layer has k and v
+Heads = Literal["qkv", "qk", "q"]  # a product's: with qk, v is k before its norm; with q, another layer has k and v
 
-_TILE = 2048  # elements of a program
+_TILE = 2048  # elements per program
 
 
 class HeadForm(NamedTuple):
@@ -81,7 +81,7 @@ def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Ten
             return freqs / rope.factor
         case "dynamic":
             lengths = (positions + 1).clamp(min=original)
-            # In float64, as the last bit of torch's float32 powers depends on a number's place in the tensor.
+            # Uses float64, since the last bit of torch's float32 powers depends on an element's place in the tensor.
             grown = (rope.factor * lengths.double() / original) - (rope.factor - 1)
             thetas = rope.theta * grown ** (dim / (dim - 2))
             return (1.0 / thetas[:, None] ** exponents.double()).float()
@@ -105,13 +105,13 @@ def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Ten
 
 
 def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `rope` argument of `rope_store_kv_torch`: cos and sin of a step's tokens, gathered once for all layers."""
+    """The `rope` argument for `rope_store_kv_torch`: cos and sin for a step's tokens, gathered once for all layers."""
     cos, sin = table.index_select(1, positions).unsqueeze(2).unbind(0)
     return cos, sin
 
 
 def rope_rows_triton(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `rope` argument of `rope_store_kv_triton`; the kernel itself reads its rows of the table."""
+    """The `rope` argument for `rope_store_kv_triton`; the kernel itself reads its table rows."""
     return table, positions
 
 
@@ -121,7 +121,7 @@ def rope_store_kv_torch(
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], one layer's cache
     kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset; int64 is fastest here
     form: HeadForm = PLAIN_HEADS,
-    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
 ) -> torch.Tensor:
     """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
     cache."""
@@ -154,10 +154,10 @@ def _rope_store_kv_kernel(
     q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
     k_norm_ptr,  # [HEAD_DIM]
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
-    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # a quantized cache's scales (stored_kv.py), contiguous; not used without SCALES
     qkv_stride,
     sin_offset,
-    cache_positions,  # from one head's cache to the next
+    cache_positions,  # distance from one head's cache to the next
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -166,7 +166,7 @@ def _rope_store_kv_kernel(
     V_NORM: tl.constexpr,
     HEADS: tl.constexpr,  # qkv | qk | q
     SCALES: tl.constexpr,  # none | head | token
-    BLOCK_HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HEADS: tl.constexpr,  # heads per program
     BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
     PDL: tl.constexpr,
 ):
@@ -213,10 +213,10 @@ def _rope_store_kv_kernel(
     if SCALES == "token":
         largest = largest_magnitude(larger(tl.abs(turned_low), tl.abs(turned_high)), 1)
         scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
-        of_key = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
-        tl.store(scales_ptr + of_key * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
+        key_place = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
+        tl.store(scales_ptr + key_place * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
         scale = scale.to(tl.float32)
-        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a head of zeros has scale 0
+        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a zero head has scale 0
         turned_low = round_to_integer(within(turned_low * inverse, 127.0))
         turned_high = round_to_integer(within(turned_high * inverse, 127.0))
     tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
@@ -225,7 +225,7 @@ def _rope_store_kv_kernel(
 
 def rope_store_kv_triton(
     qkv: torch.Tensor,  # any stride between tokens
-    rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
+    rope: tuple[torch.Tensor, torch.Tensor],  # `rope_rows_triton`'s result
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
     form: HeadForm = PLAIN_HEADS,

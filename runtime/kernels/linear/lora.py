@@ -1,9 +1,9 @@
-"""LoRA adapters of a linear layer: y += B (A x) with the A and B of each row's adapter.
+"""A linear layer's LoRA adapters: y += B (A x) with A and B of each row's adapter.
 
-Kernel `shrink` computes A x of each row, and kernel `expand` adds B times that. A step of one row does both within
+Kernel `shrink` computes A x for each row, and kernel `expand` adds B times that. A one-row step does both within
 `skinny_gemm`. Up to MAX_SINGLE_ROWS rows, and in deterministic mode always, a program has one row, so the row's bits
-depend on nothing else. With more rows, tiles of rows use the tensor cores, once for each adapter in the tile; the rows
-of a prompt have one. Programs end at once if their rows are without an adapter.
+depend on nothing else. With more rows, row tiles use the tensor cores, once for each adapter in the tile; a prompt's
+rows have one. Programs end at once if their rows are without an adapter.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 MAX_SINGLE_ROWS = 256
 _FEW_ROWS = 8  # rows up to which a shrink program has one rank and, up to _MOST_COLUMNS, all columns
 _MOST_COLUMNS = 16384
-_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # of a shrink program with more rows
+_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # a shrink program's with more rows
 _EXPAND_OUTPUTS = 128
 _TILE_ROWS, _TILE_COLUMNS, _TILE_OUTPUTS = 32, 64, 64
-_LEAST_RANK = 16  # of a matrix instruction
+_LEAST_RANK = 16  # a matrix instruction's
 
 
 class Adapters(NamedTuple):
-    """The matrices of all adapters for one fused linear layer of several parts.
+    """All adapters' matrices for one fused linear layer with several parts.
 
     Missing parts, and ranks beyond an adapter's own, are zeros."""
 
     a: torch.Tensor  # [max_loras, num_parts * rank, in]
-    b: torch.Tensor  # [max_loras, out, rank], scaled; rows of the first part's outputs, then of the next one's
-    ends: tuple[int, ...]  # outputs up to the end of each part
-    results: torch.Tensor  # [num_parts * rank] int32: A x of a step of one row; EMPTY_WORD until it is computed
+    b: torch.Tensor  # [max_loras, out, rank], scaled; rows for the first part's outputs, then the next one's
+    ends: tuple[int, ...]  # outputs up to each part's end
+    results: torch.Tensor  # [num_parts * rank] int32: A x in a one-row step; EMPTY_WORD until it is computed
 
     @property
     def rank(self) -> int:
@@ -42,7 +42,7 @@ class Adapters(NamedTuple):
 
     @property
     def first_ends(self) -> tuple[int, int]:
-        """Of the first two of up to three parts."""
+        """The ends of the first two parts, if there are up to three."""
         first, second, *_ = *self.ends, self.ends[-1], self.ends[-1]
         return first, second
 
@@ -51,8 +51,8 @@ class Adapters(NamedTuple):
     ) -> None:
         """Copy adapter `index` (from 1) to the device, on the current stream.
 
-        A part is A [rank, in] and scaled B [out of the part, rank] on the host, or None. `row_order` is the order of
-        the first outputs, if the weight's differs from that of the parts."""
+        A part is A [rank, in] and scaled B [part's out, rank] on the host, or None. `row_order` orders
+        the first outputs, if the weight's order differs from the parts'."""
         a, b = (torch.zeros(stack.shape[1:], dtype=stack.dtype) for stack in (self.a, self.b))
         for i, pair in enumerate(parts):
             if pair is not None:
@@ -68,7 +68,7 @@ class Adapters(NamedTuple):
 def make_adapters(
     sizes: Sequence[int], size_in: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> Adapters:
-    """Zeroed matrices for `max_loras` adapters of a layer with parts of `sizes` outputs."""
+    """Zeroed matrices for `max_loras` adapters on a layer; `sizes` are its parts' outputs."""
     rank = padded_rank(max_rank)
     a = torch.zeros((max_loras, len(sizes) * rank, size_in), dtype=dtype, device=device)
     b = torch.zeros((max_loras, sum(sizes), rank), dtype=dtype, device=device)
@@ -87,9 +87,9 @@ AddAdapters = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Adapters], Non
 def add_adapters_torch(
     y: torch.Tensor,  # [num_tokens, out], added to in place
     x: torch.Tensor,  # [num_tokens, in], y's dtype
-    rows: torch.Tensor,  # [num_tokens] the index of each row's adapter; 0 for none
+    rows: torch.Tensor,  # [num_tokens] each row's adapter index; 0 for none
     adapters: Adapters,
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,  # of rows and a weight
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,  # multiplies rows with a weight
 ) -> None:
     """y += B (A x), one adapter after another."""
     rank, starts = adapters.rank, (0, *adapters.ends)
@@ -137,9 +137,9 @@ def _shrink_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): BLOCK_R rows of A with row i of x.
+    """Program (i, j): BLOCK_R rows of A with x's row i.
 
-    Tiles of A are requested one iteration ahead, and the first one before the wait for the previous kernel."""
+    A's tiles are requested one iteration ahead, and the first one before the wait for the previous kernel."""
     token = tl.program_id(0)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_K)[None, :]
@@ -169,7 +169,7 @@ def _expand_row_kernel(
     y_ptr,  # [num_tokens, N], rows y_stride apart
     y_stride,
     N,
-    END_0,  # outputs up to the end of the first part; END_1: of the second
+    END_0,  # outputs up to the first part's end; END_1: the second's
     END_1,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -185,8 +185,8 @@ def _expand_row_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.load(rows_ptr + token).to(tl.int64)
-    of_adapter = (cols < tl.where(index > 0, N, 0))[:, None]
-    b = tl.load(b_ptr + ((index - 1) * N + cols)[:, None] * RANK + ranks, mask=of_adapter, other=0.0)
+    is_adapted = (cols < tl.where(index > 0, N, 0))[:, None]
+    b = tl.load(b_ptr + ((index - 1) * N + cols)[:, None] * RANK + ranks, mask=is_adapted, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if index > 0:
@@ -198,7 +198,7 @@ def _expand_row_kernel(
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _shrink_tile_kernel(
-    x_ptr,  # the same arguments as above
+    x_ptr,  # see above
     rows_ptr,
     a_ptr,
     small_ptr,
@@ -238,7 +238,7 @@ def _shrink_tile_kernel(
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _expand_tile_kernel(
-    small_ptr,  # the same arguments as above
+    small_ptr,  # see above
     rows_ptr,
     b_ptr,
     y_ptr,

@@ -4,8 +4,8 @@ delta_rule_torch.py has the equations. With S as the state before a chunk, its u
 
     T = (1 + A)^-1,  A_ij = b_i exp(g_i - g_j) (k_i . k_j) for j < i,  V' = T diag(b) V,  W = T diag(b exp(g)) K
 
-and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one
-carries S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated
+and g are the sums of log decays. One kernel computes V', W and all chunks' scores in parallel. A second one
+carries S through a row's chunks, for a head and a block of its value dimensions. A third one applies the gated
 norm.
 
 Each chunk is computed in the same tiles, and its missing tokens are zeros. So a token's bits depend neither on how its
@@ -25,20 +25,20 @@ from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_uni
 from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
-_NORM_TOKENS = 32  # of a program of the gated norm
-_VALUES = 32  # dimensions of a head's values that a program carries the state of
+_SCALARS = 3  # numbers per token and head: q's factor, k's factor, and the chunk's decay
+_NORM_TOKENS = 32  # tokens per gated-norm program
+_VALUES = 32  # value dimensions of a head that a program carries the state for
 
 
 @jit
 def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK], float32.
+    """(1 + a)^-1 for a strictly lower triangular matrix [CHUNK, CHUNK], float32.
 
-    Blocks of 16 on the diagonal by forward substitution, all at once. Then blocks of twice the size: with both
+    Diagonal 16-blocks by forward substitution, all at once. Then blocks twice the size: with both
     diagonal blocks inverted as T, and L below them, the inverse is T - T L T."""
     BLOCKS: tl.constexpr = CHUNK // 16
-    of_block = tl.arange(0, BLOCKS)
-    same_block = of_block[:, None, None, None] == of_block[None, None, :, None]
+    block_ids = tl.arange(0, BLOCKS)
+    same_block = block_ids[:, None, None, None] == block_ids[None, None, :, None]
     within = tl.arange(0, 16)
     inverse = -tl.sum(tl.where(same_block, tl.reshape(a, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
     for i in range(2, 16):  # rows 0 and 1 are done
@@ -65,7 +65,7 @@ def _chunk_of_place(
     slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, TILE: tl.constexpr,
     NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(first token, number of tokens) of a tile of TILE tokens of a row's prompt; the number may be below 1."""
+    """(first token, number of tokens) for a tile of TILE tokens in a row's prompt; the number may be below 1."""
     row, tile = find_row(q_starts_ptr, place, num_rows, TILE, NUM_ROWS)
     begin = tl.load(q_starts_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -76,13 +76,13 @@ def _chunk_of_place(
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prepare_chunks_kernel(
-    qkv_ptr,  # as in `_delta_steps_kernel`
+    qkv_ptr,  # see `_delta_steps_kernel`
     gates_ptr,
     decay_log_ptr,
     decay_bias_ptr,
     out_ptr,  # [num_tokens, VALUE_HEADS, VALUE_DIM] V'
     w_ptr,  # [num_tokens, VALUE_HEADS, KEY_DIM]
-    scores_ptr,  # [num_tokens, VALUE_HEADS, CHUNK] of q and k, with decays
+    scores_ptr,  # [num_tokens, VALUE_HEADS, CHUNK] q k^T with decays
     scalars_ptr,  # [num_tokens, VALUE_HEADS, 3] float32
     slots_ptr,
     starts_ptr,
@@ -103,7 +103,7 @@ def _prepare_chunks_kernel(
     NUM_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,  # of products of qkv's dtype
+    PRECISION: tl.constexpr,  # precision of products in qkv's dtype
     SOLVE_PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -147,9 +147,9 @@ def _prepare_chunks_kernel(
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
     inverse = _inverse(system, CHUNK, SOLVE_PRECISION)
     v = tl.load(at_v, mask=is_value, other=0.0)  # not before: it would hold shared memory
-    of_v = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
+    v_updates = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
     at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-    tl.store(at_out, of_v.to(DTYPE), mask=is_value)
+    tl.store(at_out, v_updates.to(DTYPE), mask=is_value)
     w = tl.dot((inverse * (rates * tl.exp(sums) * k_scale)[None, :]).to(DTYPE), k, input_precision=PRECISION)
     at_w = w_ptr + (tokens * VALUE_HEADS + head)[:, None] * KEY_DIM + keys[None, :]
     tl.store(at_w, w.to(DTYPE), mask=is_key)
@@ -166,7 +166,7 @@ def _carry_state_kernel(
     w_ptr,
     scores_ptr,
     scalars_ptr,
-    state_ptr,  # as in `_delta_steps_kernel`
+    state_ptr,  # see `_delta_steps_kernel`
     covered_ptr,
     slots_ptr,
     starts_ptr,
@@ -184,8 +184,8 @@ def _carry_state_kernel(
     STRIDE_UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # values of a program
-    ROW_BYTES: tl.constexpr,  # rows of w and q begin at its multiples
+    BLOCK_V: tl.constexpr,  # values per program
+    ROW_BYTES: tl.constexpr,  # w and q rows begin at its multiples
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -213,15 +213,15 @@ def _carry_state_kernel(
     known = (keys < tl.where(start == 0, 0, KEY_DIM))[:, None] & is_value[None, :]
     matrix = tl.load(state_ptr + own * state_stride * STRIDE_UNIT, mask=known, other=0.0)
     has_snapshot = (start < snapshot_end) & (snapshot_end <= start + count)
-    # Rows of w, then rows of q: one product with the state makes both.
+    # w rows, then q rows: one product with the state makes both.
     both = tl.arange(0, 2 * CHUNK)
     is_w, both_index = both < CHUNK, both % CHUNK
     qkv_ptr += first.to(tl.int64) * qkv_stride + head // GROUP % KEY_HEADS * KEY_DIM
-    of_head = first.to(tl.int64) * VALUE_HEADS + head
-    w_ptr += of_head * KEY_DIM
-    out_ptr += of_head * VALUE_DIM
-    scores_ptr += of_head * CHUNK
-    scalars_ptr += of_head * 3
+    head_offset = first.to(tl.int64) * VALUE_HEADS + head
+    w_ptr += head_offset * KEY_DIM
+    out_ptr += head_offset * VALUE_DIM
+    scores_ptr += head_offset * CHUNK
+    scalars_ptr += head_offset * 3
     at_scalars = index * (VALUE_HEADS * 3)
     q_scale = tl.load(scalars_ptr + at_scalars, mask=index < count, other=0.0)
     k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=index < count, other=0.0)
@@ -249,11 +249,11 @@ def _carry_state_kernel(
             next_decay = tl.load(scalars_ptr + 2, mask=at + CHUNK < count, other=0.0)
             products = tl.dot(w, matrix.to(DTYPE), input_precision=PRECISION)
             products = tl.permute(tl.reshape(products, (2, CHUNK, BLOCK_V)), (1, 2, 0))
-            of_w, of_q = tl.split(products)
-            updates = updates.to(tl.float32) - of_w
+            w_product, q_product = tl.split(products)
+            updates = updates.to(tl.float32) - w_product
             scaled = (updates * k_scale[:, None]).to(DTYPE)
             matrix = tl.dot(tl.trans(k), scaled, matrix * decay, input_precision=PRECISION)
-            out = tl.dot(scores, updates.to(DTYPE), of_q * q_scale[:, None], input_precision=PRECISION)
+            out = tl.dot(scores, updates.to(DTYPE), q_product * q_scale[:, None], input_precision=PRECISION)
             tl.store(at_out, out.to(DTYPE), mask=whole_out)
             w_ptr += CHUNK * VALUE_HEADS * KEY_DIM
             qkv_ptr += CHUNK * qkv_stride
@@ -287,7 +287,7 @@ def _norm_chunks_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The gated norm of the tokens of prompts."""
+    """The gated norm for prompt tokens."""
     head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
     first, count = _chunk_of_place(
         slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, TILE, NUM_ROWS
@@ -317,23 +317,23 @@ def launch_chunks(
     form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
-    out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the rows of tokens of prompts are written
+    out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; prompt tokens' rows are written
 ) -> None:
-    """The tokens of prompts of `delta_rule_torch`."""
+    """The prompt tokens in `delta_rule_torch`."""
     (_, value_heads, key_dim, value_dim), (decay_log, decay_bias, norm_weight, eps, tiled) = state.state.shape, form
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     group = 1 if tiled else value_heads // key_heads
     w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)
     scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
     scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
-    # No matrix instruction multiplies float32; three products of tf32 lose two bits of its 24. With 16 bits, T is
+    # No matrix instruction multiplies float32; three tf32 products lose two of its 24 bits. With 16 bits, T is
     # rounded to fewer than tf32 has.
     precision, solve = ("tf32x3", "tf32x3") if qkv.dtype == torch.float32 else ("ieee", "tf32")
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    # Triton 3.6 miscompiles loops around wgmma in some forms: this one with heads of 16, or without pipelining. It
-    # does so for others (flash-linear-attention, pull request 988). Two warps use older instructions. Heads of 128 with
-    # the stages below were checked on an H200.
+    # Triton 3.6 miscompiles loops around wgmma in some forms: this one with 16-wide heads, or without pipelining. It
+    # does so for others (flash-linear-attention, pull request 988). Two warps use older instructions. 128-wide heads
+    # with the stages below were checked on an H200.
     num_warps = 4 if key_dim == value_dim == 128 else 2
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
@@ -360,6 +360,6 @@ def launch_chunks(
 
 
 def _row_bytes(qkv: torch.Tensor, key_dim: int) -> int:
-    """A power of two, 16 at most, that divides the address of each head of q."""
+    """A power of two, 16 at most, that divides each q head's address."""
     size = qkv.element_size()
     return math.gcd(16, qkv.data_ptr(), qkv.stride(0) * size, key_dim * size)

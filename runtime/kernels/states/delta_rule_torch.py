@@ -1,6 +1,6 @@
 """The gated delta rule (arXiv 2412.06464): the torch twins of its two forms.
 
-For each value head, with the state S [key_dim, value_dim], decay a = exp(g) and rate b of a token:
+For each value head, with the state S [key_dim, value_dim], a token's decay a = exp(g) and rate b:
 
     S = a * S + outer(k, b * (v - (a * S)^T k))        o = S^T q
 
@@ -21,13 +21,13 @@ from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.exact_functions import sigmoid, silu, softplus
 from runtime.kernels.states.state_rows import MOST_PENDING, DeltaForm, DeltaState, StateRows
 
-NORM_EPS = 1e-6  # of q and k
+NORM_EPS = 1e-6  # q's and k's
 
 
 def delta_rule_torch(
     qkv: torch.Tensor,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], after the convolution
-    z: torch.Tensor,  # [num_tokens, value_heads * value_dim] gate of the output
-    gates: torch.Tensor,  # [num_tokens, 2 * value_heads]: logits of the rate, then of the decay
+    z: torch.Tensor,  # [num_tokens, value_heads * value_dim] output gate
+    gates: torch.Tensor,  # [num_tokens, 2 * value_heads]: logits for the rate, then the decay
     form: DeltaForm,
     rows: StateRows,
     state: DeltaState,
@@ -93,7 +93,7 @@ def delta_steps(inputs: list[torch.Tensor], start: int, state: DeltaState, own: 
 def delta_chunks(
     inputs: list[torch.Tensor], start: int, state: DeltaState, own: int, snapshot_end: int, snapshot: int | None
 ) -> torch.Tensor:
-    """As `delta_steps`, for tokens of a prompt; `start` is a multiple of CHUNK. The state gets all of them.
+    """Do the same as `delta_steps` for a prompt's tokens; `start` is a multiple of CHUNK. The state gets all tokens.
 
     The state at `snapshot_end` is also stored as `snapshot`, unless that is None. Each chunk is computed in the same
     shape, so that its bits do not depend on the row."""
@@ -104,7 +104,7 @@ def delta_chunks(
         padded = [F.pad(x[first : first + size].movedim(0, -1), (0, CHUNK - size)) for x in inputs]
         q, k, v = (x.transpose(1, 2) for x in padded[:3])  # [value_heads, CHUNK, dim]
         rates, sums = padded[3], padded[4].cumsum(-1)
-        # Products are of float32 and as precise: the sums of logs are below zero, so no exponent overflows.
+        # Products are float32 and equally precise: log sums are below zero, so no exponent overflows.
         ratios = (sums[:, :, None] - sums[:, None, :]).masked_fill(~lower, -torch.inf).exp()
         within = (k @ k.transpose(1, 2)) * ratios * rates[:, :, None]
         system = torch.eye(CHUNK, device=matrix.device) + within.tril(-1)

@@ -28,7 +28,7 @@ def log_decay(a, decay_log, decay_bias):
 
 @jit
 def gated_norm(out, squares, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """norm(out) * weight * silu(z), in float32; out and z are of DTYPE, and squares is the sum of out's.
+    """norm(out) * weight * silu(z), in float32; out and z have DTYPE, and squares is out's square sum.
 
     It rounds where the torch twin does."""
     out = out.to(tl.float32) / tl.sqrt(squares / SIZE + eps)
@@ -60,7 +60,7 @@ def _updated(matrix, key, update):
 def _load_token(qkv_ptr, gates_ptr, z_ptr, token, head, keys, values, qkv_stride, gates_stride, z_stride,
                 KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
                 VALUE_DIM: tl.constexpr):  # fmt: skip
-    """(q, k, v, logits of rate and decay, z) of a token."""
+    """A token's (q, k, v, logits for rate and decay, z)."""
     token = token.to(tl.int64)
     qkv_ptr += token * qkv_stride
     at_q = qkv_ptr + head // GROUP % KEY_HEADS * KEY_DIM + keys
@@ -101,7 +101,7 @@ def _delta_steps_kernel(
     head_stride,
     places_stride,
     eps,
-    scale,  # of q
+    scale,  # q's scale
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
     VALUE_HEADS: tl.constexpr,
@@ -112,7 +112,7 @@ def _delta_steps_kernel(
     LAG: tl.constexpr,
     MOST_PENDING: tl.constexpr,
     RING: tl.constexpr,
-    NORM_EPS: tl.constexpr,  # of q and k
+    NORM_EPS: tl.constexpr,  # q's and k's
     BLOCK_K: tl.constexpr,  # power of two, at least KEY_DIM
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -191,10 +191,10 @@ def _delta_steps_kernel(
         q_square = tl.sum(tl.where(tl.arange(0, 4) == 0, sums, 0.0), axis=0)
         q_k = tl.sum(tl.where(tl.arange(0, 4) == 1, sums, 0.0), axis=0)
         k_square = tl.sum(tl.where(tl.arange(0, 4) == 2, sums, 0.0), axis=0)
-        of_q, of_k = tl.split(tl.sum(tl.join(matrix * q[:, None], matrix * k[:, None]), axis=0))
+        q_product, k_product = tl.split(tl.sum(tl.join(matrix * q[:, None], matrix * k[:, None]), axis=0))
         q_scale, k_scale = scale / tl.sqrt(q_square + NORM_EPS), 1.0 / tl.sqrt(k_square + NORM_EPS)
-        update = (v - of_k * k_scale) / (1.0 + tl.exp(-b))
-        out = ((of_q + (q_k * k_scale) * update) * q_scale).to(DTYPE)
+        update = (v - k_product * k_scale) / (1.0 + tl.exp(-b))
+        out = ((q_product + (q_k * k_scale) * update) * q_scale).to(DTYPE)
         k *= k_scale
         matrix = _updated(matrix, k, update)
         place = position & (RING - 1)

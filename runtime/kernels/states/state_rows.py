@@ -1,6 +1,6 @@
-"""The rows of a step for layers with a state, and the memory of one such layer.
+"""A step's rows for layers with a state, and the memory of one such layer.
 
-A layer without attention summarizes all earlier tokens in a state of fixed size. A request owns one row of the state
+A layer without attention summarizes all earlier tokens in a fixed-size state. A request owns one row of the state
 cache; other rows hold snapshots for the prefix cache. A row's tokens are computed in two ways:
 
     positions  0 ............. prompt_end - 1 | prompt_end ............
@@ -34,14 +34,14 @@ class StateRows:
 
     slots: torch.Tensor  # [num_rows]
     starts: torch.Tensor  # [num_rows] position of the row's first token
-    q_starts: torch.Tensor  # [num_rows + 1] the row's first token in the step, and the end of the last row
-    # [num_slots + 1, 4], any stride between slots. Columns: row of the state cache, prompt_end, position of the
-    # snapshot in this step or 0, row of that snapshot.
+    q_starts: torch.Tensor  # [num_rows + 1] the row's first token in the step, and the last row's end
+    # [num_slots + 1, 4], any stride between slots. Columns: state cache row, prompt_end, the snapshot's position
+    # in this step or 0, that snapshot's row.
     places: torch.Tensor
     num_rows: int
     num_tokens: int
-    max_count: int  # most tokens of a row
-    steps_only: bool = False  # compute all tokens one after another, as a graph of decode steps does
+    max_count: int  # most tokens in a row
+    steps_only: bool = False  # compute all tokens one after another, as a decode graph does
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class DeltaForm(NamedTuple):
 class DeltaState:
     """One layer's state of the gated delta rule. Any stride between states, and between slots."""
 
-    inputs: torch.Tensor  # [num_states, RING, channels] of the convolution
+    inputs: torch.Tensor  # [num_states, RING, channels] the convolution's inputs
     state: torch.Tensor  # [num_states, value_heads, key_dim, value_dim] float32
     positions: torch.Tensor  # [num_states, value_heads] int32, the tokens that the state covers
 

@@ -26,7 +26,7 @@ class AttentionMixer(Mixer):
     spec: AttentionSpec
     qkv: Linear
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
-    heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
+    heads_norm: HeadsNorm | None  # None without spec.qk_norm over all heads
     heads: HeadForm  # the heads of `qkv`, and with spec.qk_norm of each head their norms
     rope: int  # index of its rotary table
     form: AttentionForm
@@ -62,8 +62,8 @@ class AttentionMixer(Mixer):
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
-        of_heads = qkv.unflatten(1, (-1, self.spec.head_dim))
-        q = kernels[ROPE_STORE_KV](of_heads, step.ropes[self.rope], kv, kv_index, self.heads, scales)
+        by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
+        q = kernels[ROPE_STORE_KV](by_head, step.ropes[self.rope], kv, kv_index, self.heads, scales)
         if step.query_scales is not None:
             q.mul_(step.query_scales)
         mixed = kernels[ATTENTION](q, kv, rows, self.form, scales)

@@ -21,9 +21,9 @@ class DeltaRuleMixer(Mixer):
     LINEARS = (("into", "mix_in"), ("gates", "mix_gates"), ("out", "mix_out"))
 
     spec: DeltaRuleSpec
-    into: Linear  # to q, k, v | z, the gate of the output | with `gates` None: logits of rate and decay
-    gates: Linear | None  # to the logits of rate and decay
-    conv: torch.Tensor  # [channels of q, k and v, width]
+    into: Linear  # makes q, k, v | z, the output gate | with `gates` None: logits for rate and decay
+    gates: Linear | None  # makes the logits for rate and decay
+    conv: torch.Tensor  # [q, k and v channels, width]
     form: DeltaForm
 
     @classmethod

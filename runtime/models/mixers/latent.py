@@ -23,9 +23,9 @@ class LatentMixer(Mixer):
     LINEARS = (("into", "latent_in"), ("out", "out"), ("into_kv", "latent_kv"), ("q_up", "latent_q"))
 
     spec: LatentSpec
-    into: Linear  # to q, or to its latent | with `into_kv` None: the latent of keys and values, and the rotary key
+    into: Linear  # makes q or its latent | with `into_kv` None: the latent for keys and values, and the rotary key
     into_kv: Linear | None
-    q_up: Linear | None  # from the latent of q; None if `into` makes q
+    q_up: Linear | None  # expands q's latent; None if `into` makes q
     up: Any  # kv_b, as LATENT_UP makes it
     q_norm: torch.Tensor | None  # [q_rank], with q_up
     form: LatentForm

@@ -22,8 +22,8 @@ class ForwardStep(NamedTuple):
     """What all layers of a forward pass read."""
 
     batch: ForwardBatch
-    ropes: Sequence[tuple[torch.Tensor, torch.Tensor]]  # rows of each rotary table, for `rope_store_kv`
-    query_scales: torch.Tensor | None  # [num_tokens, 1, 1] factors of q
+    ropes: Sequence[tuple[torch.Tensor, torch.Tensor]]  # each rotary table's rows, for `rope_store_kv`
+    query_scales: torch.Tensor | None  # [num_tokens, 1, 1] q's factors
     layer_inputs: torch.Tensor | None  # [num_tokens, num_layers, width], with spec.layer_embed_size
 
 
@@ -34,7 +34,7 @@ class Mixer:
     LINEARS: ClassVar[tuple[tuple[str, str], ...]]  # (field, fused name) of each map, in the order of reading
 
     kernels: Kernels
-    eps: float  # of the norm before the layer
+    eps: float  # epsilon of the norm before the layer
     out: Linear  # the map of the results, which the caller adds to the hidden states
 
     @classmethod
@@ -44,8 +44,8 @@ class Mixer:
         return {"kernels": maps.kernels, "eps": maps.spec.norm_eps, **linears}
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
-        """[num_tokens, inputs of `out`] of hidden states, with the norm before the layer. The step's tokens enter the
-        layer's cache."""
+        """Return [num_tokens, inputs of `out`] from hidden states, with the norm before the layer. The step's tokens
+        enter the layer's cache."""
         raise NotImplementedError
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> Self:

@@ -20,7 +20,7 @@ class ShortConvMixer(Mixer):
 
     LINEARS = (("into", "mix_in"), ("out", "mix_out"))
 
-    into: Linear  # to the gate of the input, the gate of the output, and x
+    into: Linear  # makes the input gate, the output gate, and x
     conv: torch.Tensor  # [channels, width]
     conv_bias: torch.Tensor | None  # [channels]
 

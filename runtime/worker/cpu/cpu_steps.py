@@ -1,6 +1,6 @@
-"""CpuSteps: steps of the torch kernels. The host plans inputs and gathers, and a step runs when its result is read.
+"""CpuSteps: steps with torch kernels. The host plans inputs and gathers, and a step runs when its result is read.
 
-The path of a CPU, and the twin that every other path is tested against (C7).
+This is a CPU's path, and the twin that every other path is tested against (C7).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CpuSteps(Steps):
         )  # fmt: skip
 
     def _replayed(self, plan: StepPlan, tapes: DecodeTapes) -> StepWork:
-        """The work of decode rows, by a tape. The processor's caches are cold after it: each operation of torch takes
+        """Run decode rows by a tape. The processor's caches are cold after it: each torch operation takes
         about 50 microseconds."""
         step = build_decode_input(plan, self.slots, self.cache.block_size)
         hidden, logits = tapes.run(step.batch)

@@ -1,4 +1,4 @@
-"""GpuSteps: steps of the Triton kernels. All state of the requests is on the device, and the host never waits for it.
+"""GpuSteps: steps with Triton kernels. All request state is on the device, and the host never waits for it.
 
 `GpuSteps.program_for` chooses how a plan runs. The program queues its work on one stream, so plan order is stream order
 (C2):
@@ -56,7 +56,7 @@ class GpuSteps(Steps):
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
         self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)
-        self.adapter_graphs = self.graph_runner.sibling()  # of steps with adapters
+        self.adapter_graphs = self.graph_runner.sibling()  # graphs for steps with adapters
         self.graph_io = self.graph_runner.graph_io
         self.kernels = StepKernels(decoder, cache, self.slots, self.sampler, self.graph_runner.max_rows)
         self.reset()
@@ -95,13 +95,13 @@ class GpuSteps(Steps):
         return needs
 
     def graphs_for(self, plan: StepPlan, needs: Needs) -> Graphs:
-        """The graphs that compute the plan one after another, each with its part of it; empty if it is launched.
+        """The graphs that compute the plan one after another, each with its part; empty if the plan is launched.
 
-        - Graphs keep no states of all tokens, and decode graphs keep none at all.
-        - The attention of a decode graph reads prefixes before the step's own keys are written. A new request may
+        - Graphs do not keep all tokens' states, and decode graphs keep none at all.
+        - A decode graph's attention reads prefixes before the step's own keys are written. A new request may
           share a prefix that this very step computes, so it is never in a decode graph.
-        - Several graphs would read the weights of experts several times, which one large step reads once.
-        - With states, a decode graph computes single steps, and pieces of a prompt would begin within a chunk."""
+        - Several graphs would read the experts' weights several times, which one large step reads once.
+        - With states, a decode graph computes single steps, and prompt pieces would begin within a chunk."""
         if needs is Needs.ALL_STATES:
             return []
         graph_runner = self.adapter_graphs if self._has_adapters(plan) else self.graph_runner
@@ -129,10 +129,10 @@ class GpuSteps(Steps):
 
     @torch.inference_mode()
     def capture_graphs(self, row_lens: Sequence[int], prefill_tokens: int, pool: tuple[int, int] | None = None) -> None:
-        """Capture graphs of decode steps and of steps with prompts.
+        """Capture graphs for decode steps and for steps with prompts.
 
-        Rows of decode steps have one token, or one of `row_lens`. Steps with prompts have up to `prefill_tokens`
-        tokens. The memory of graphs is in `pool`, a pool of torch's allocator, if given."""
+        Decode rows have one token, or one of `row_lens`. Steps with prompts have up to `prefill_tokens`
+        tokens. Graph memory comes from `pool`, a pool of torch's allocator, if given."""
         if pool is not None:
             self.graph_runner.pool = self.adapter_graphs.pool = pool
         shapes: list[DecodeShape | MixedShape] = [*self.graph_runner.decode_shapes(row_lens)]
@@ -148,7 +148,7 @@ class GpuSteps(Steps):
 
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start a graph on the plan's rows. Returns the memory that will hold its samples."""
-        if not self.graph_io.has_room(graph.shape.num_ints, writes):  # the tokens of a long prompt
+        if not self.graph_io.has_room(graph.shape.num_ints, writes):  # a long prompt's tokens
             self.slots.apply(writes, self.transfers.upload)
             writes = [NO_WRITES]
         return self.graph_runner.replay(graph, plan, writes)
@@ -182,7 +182,7 @@ class GraphStep(StepProgram):
 
 
 def _collected(samples: list[tuple[Int32s, np.ndarray]]) -> Int32s:
-    """The samples in outputs of graphs, each with the numbers of its samples."""
+    """The samples in graph outputs, each with its sample numbers."""
     found = [output[numbers] for output, numbers in samples]
     return found[0] if len(found) == 1 else np.concatenate(found)
 
@@ -204,7 +204,7 @@ class RepeatedGraph(StepProgram):
 
 
 class UnrolledSteps(StepProgram):
-    """A plan of several steps, each with a program of its own."""
+    """A plan with several steps, each with its own program."""
 
     def __init__(self, steps: GpuSteps, plan: StepPlan) -> None:
         self.steps, self.plan = steps, plan
@@ -230,7 +230,7 @@ class StagedStep(StepProgram):
         steps.transfers.begin()
         for stage in [*compute, *extras, *sample, *([] if self.is_plain else [self._second_pass])]:
             stage(work)
-        # The closure must not keep tensors of the device alive: the next step needs their memory.
+        # The closure must not keep device tensors alive: the next step needs their memory.
         step_id, token_ids, reports = work.plan.step_id, steps.transfers.download(work.token_ids), work.reports
         self.read = read = steps.transfers.end(lambda: make_result(step_id, token_ids, reports))
         if self.graphs:

@@ -61,12 +61,12 @@ class CompiledAttention:
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
         # Heads that share keys are one task, unless that gives the threads unequal shares.
-        of_task, num_threads = heads_of_task(group), self.launcher.pool.num_threads
-        is_even = num_heads // of_task % num_threads == 0 or num_tiles * num_kv_heads >= 4 * num_threads
-        per_task = of_task if is_even else 1
+        task_heads, num_threads = heads_of_task(group), self.launcher.pool.num_threads
+        is_even = num_heads // task_heads % num_threads == 0 or num_tiles * num_kv_heads >= 4 * num_threads
+        per_task = task_heads if is_even else 1
         function = kernel(
             attention, form=kv_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
-            max_heads=of_task,
+            max_heads=task_heads,
         )  # fmt: skip
         sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
         arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
@@ -78,10 +78,10 @@ class CompiledAttention:
         """q and k, and k once more."""
         num_tokens, num_heads, head_dim = qk.shape
         out = self.launcher.buffer("keys as values", num_tokens, num_heads + num_kv_heads, head_dim)
-        of_kv = num_kv_heads * head_dim
+        kv_width = num_kv_heads * head_dim
         width, parts = num_heads * head_dim, self.launcher.parts(num_tokens, 8 * qk.numel())
-        for first, count, at in ((0, width, 0), (width - of_kv, of_kv, width)):
-            arguments = (qk, out, num_tokens, 1, width, qk.stride(0), width + of_kv)
+        for first, count, at in ((0, width, 0), (width - kv_width, kv_width, width)):
+            arguments = (qk, out, num_tokens, 1, width, qk.stride(0), width + kv_width)
             self.launcher.launch(kernel(copy_heads, first=first, count=count, at=at), arguments, parts)
         return out
 
@@ -99,5 +99,5 @@ def _head_stride(kv: torch.Tensor) -> int:
 
 
 def kv_form(kv: torch.Tensor) -> KVForm:
-    """The form of a layer's cache [2, num_kv_heads, num_blocks, block_size, head_dim]; of latents, [1, 1, ...]."""
+    """The form of a layer's cache [2, num_kv_heads, num_blocks, block_size, head_dim]; latents: [1, 1, ...]."""
     return KVForm(kv.dtype, kv.shape[4], kv.shape[3], kv.shape[0] == 1)

@@ -25,10 +25,10 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 
 @dataclass(frozen=True, slots=True)
 class _HeadMap:
-    """A map of each head: [num_heads * size_out, size_in], multiplied like the experts of a mixture."""
+    """Each head's projection: [num_heads * size_out, size_in], multiplied like a mixture's experts."""
 
     weight: torch.Tensor | InterleavedWeight  # blocks of a dense weight
-    addresses: torch.Tensor  # int64 [num_heads, n]: tensors of each head, as the kernel reads them
+    addresses: torch.Tensor  # int64 [num_heads, n]: each head's tensors, as the kernel reads them
     size_in: int
     size_out: int
 
@@ -37,7 +37,7 @@ def _head_map(weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _Head
     """The map of a weight [num_heads * size_out, size_in]."""
     size_out, size_in = weight.shape[0] // num_heads, weight.shape[1]
     stored = packed_blocks(weight) if isinstance(weight, torch.Tensor) else weight
-    tensors = [*((stored,) if isinstance(stored, torch.Tensor) else stored.tensors), None]  # without a bias
+    tensors = [*((stored,) if isinstance(stored, torch.Tensor) else stored.tensors), None]  # no bias
     words = [
         [0 if each is None else each.data_ptr() + head * (each.nbytes // num_heads) for each in tensors]
         for head in range(num_heads)
@@ -103,7 +103,7 @@ class CompiledLatents:
         return out.view(num_tokens, -1)
 
     def _copy(self, x: torch.Tensor, first: int, count: int, out: torch.Tensor, at: int) -> None:
-        """Copy `count` numbers of each head of x, from `first` on, to `at` in each head of `out`."""
+        """Copy `count` elements of each head in x, from `first` on, to `at` in each head of `out`."""
         num_tokens, num_heads, head_dim = x.shape
         arguments = (x, out, num_tokens, num_heads, head_dim, x.stride(0), out.shape[2])
         parts = self.launcher.parts(num_tokens, 8 * num_tokens * num_heads * count)
@@ -126,7 +126,7 @@ class CompiledLatents:
             arguments = (head_map.addresses, starts, out_rows, out_rows, *rows, out)
             launcher.launch(function, (*arguments, num_blocks, size_in // COLUMNS, out.stride(1)), parts)
             return
-        unit = gcd(x.stride(0), x.stride(1))  # numbers of x between two rows that the kernel can name
+        unit = gcd(x.stride(0), x.stride(1))  # elements between two rows in x that the kernel can name
         x_rows = _rows_of_heads(num_tokens, num_heads, x.stride(0) // unit, x.stride(1) // unit)
         function = kernel(expert_dense_product, dtype=weight.dtype, **constants)
         sizes = num_blocks, size_in, unit, out.stride(1)
@@ -134,9 +134,9 @@ class CompiledLatents:
 
 
 @lru_cache(64)
-def _rows_of_heads(num_tokens: int, num_heads: int, of_token: int, of_head: int) -> torch.Tensor:
+def _rows_of_heads(num_tokens: int, num_heads: int, token_stride: int, head_stride: int) -> torch.Tensor:
     """int32 [num_heads * num_tokens]: the row of each head's tokens, head after head."""
-    rows = np.arange(num_heads)[:, None] * of_head + np.arange(num_tokens) * of_token
+    rows = np.arange(num_heads)[:, None] * head_stride + np.arange(num_tokens) * token_stride
     return torch.from_numpy(np.ascontiguousarray(rows, np.int32))
 
 

@@ -14,7 +14,7 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import RowAdapters
 from runtime.kernels.llvm.launcher import kernel
 
-_MANY_ROWS = 128  # from which the conversion of a weight pays
+_MANY_ROWS = 128  # a weight's conversion pays
 
 
 class DenseLinear(CompiledLinear):
@@ -52,7 +52,7 @@ class DenseLinear(CompiledLinear):
     ) -> torch.Tensor:
         if norm_weight is None and not activation:
             return x
-        if self.size_in % ROWS:  # of a tiny model
+        if self.size_in % ROWS:  # a tiny model's
             return self.activate(x) if norm_weight is None else self.norm(x, norm_weight, eps)
         return self._rows(x, norm_weight, eps, activation, gated)
 
@@ -69,7 +69,7 @@ class DenseLinear(CompiledLinear):
         return out
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
-        """The norm is a kernel here, too: rows without an adapter keep their bits beside rows with one."""
+        """The norm is a kernel here, too: rows without an adapter keep their bits next to rows with one."""
         adapted = super().with_adapters(adapters)
         adapted.norm = self._norm_alone
         return adapted

@@ -30,7 +30,7 @@ def pack(
     parts: Int,
     bits: int,
 ) -> None:
-    """Part i of n: a share of the blocks."""
+    """Part i/n: a share of the blocks."""
     begin, end = share(num_blocks, part, parts)
     chunk_words = ROWS * COLUMNS * bits // 32
     for block in loop(begin, end):
@@ -44,7 +44,7 @@ def pack(
 
 
 def _words(quads: Value, bits: int) -> list[Value]:
-    """The words of a row in the vectors of a chunk. `quads` are eight words of four values: u32 [8]."""
+    """A row's words in a chunk's vectors. `quads` are eight words with four values: u32 [8]."""
     if bits == 8:
         return [quads[i] for i in range(_QUADS)]
     low = quads & 0x0F0F0F0F
@@ -78,7 +78,7 @@ def transpose_blocks(
     parts: Int,
     dtype: torch.dtype,
 ) -> None:
-    """Part i of n: a share of the blocks."""
+    """Part i/n: a share of the blocks."""
     begin, end = share(num_blocks, part, parts)
     whole = columns // ROWS * ROWS
     for block in loop(begin, end):
@@ -93,7 +93,7 @@ def transpose_blocks(
 
 
 def _transposed(rows: list[Value]) -> list[Value]:
-    """The columns of 16 rows. Each round interleaves the lanes of the first half of the rows with the other half."""
+    """The columns of 16 rows. Each round interleaves the first half's lanes with the other half's."""
     half, lanes = ROWS // 2, range(ROWS)
     for _ in range(4):
         pairs = [(rows[i], rows[i + half]) for i in range(half)]

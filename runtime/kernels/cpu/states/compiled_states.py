@@ -1,4 +1,4 @@
-"""The operations of layers with a state, as calls of compiled kernels."""
+"""The operations in layers with a state, as calls to compiled kernels."""
 
 from __future__ import annotations
 
