@@ -48,7 +48,7 @@ _ITEM = re.compile(r"^\s*([-*]|\d+\.)\s+", re.MULTILINE)
 
 
 # A little above the measures of code bases that read well: an allowance does not fall below these.
-_ENOUGH = {
+ENOUGH = {
     "of, in 10,000 words": 200,
     "of ... of, in 1,000 sentences": 15,
     "begins with a preposition, in 1,000 comments": 15,
@@ -232,8 +232,8 @@ def main() -> None:
 
 
 def _lower(rates: dict[str, int], allowed: dict[str, int]) -> dict[str, int]:
-    """The allowance after a fall: never higher than before, a twentieth above the measure, at least _ENOUGH."""
-    least = {rule: max(rate + rate // 20, _ENOUGH.get(rule, 0)) for rule, rate in rates.items()}
+    """The allowance after a fall: never higher than before, a twentieth above the measure, at least ENOUGH."""
+    least = {rule: max(rate + rate // 20, ENOUGH.get(rule, 0)) for rule, rate in rates.items()}
     return {rule: min(limit, allowed.get(rule, limit)) for rule, limit in least.items()}
 
 
