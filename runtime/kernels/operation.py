@@ -20,8 +20,8 @@ class Operation(Generic[P, R]):
         self,
         reference: Callable[P, R],
         *,
-        exact: Callable[..., R] | None = None,  # a row's bits do not depend on other rows; None: `reference` has that
-        triton: Callable[..., R] | None = None,  # None: the reference
+        exact: Callable[..., R] | None = None,  # bits of a row do not depend on others; None if `reference` serves it
+        triton: Callable[..., R] | None = None,  # None if the reference serves it
     ) -> None:
         self.reference, self.exact, self.triton = reference, exact or reference, triton or reference
 
