@@ -48,6 +48,10 @@ class _Row:
     guesses: list[int]
     waits: bool = False  # True if it waits for its matcher and is not sampled in this step
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.guesses) + 1
+
 
 @dataclass(slots=True)
 class Masks:
@@ -168,26 +172,32 @@ class GrammarState:
         without = [row for row in rows if row.output.matcher is None]
         self._find_matchers(rows, len(plan.slots))
         new = [row for row in without if row.output.matcher is not None]
-        numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
-        words = np.empty((len(numbers), self._num_words), np.int32)
+        words = np.empty((sum(row.num_samples for row in rows), self._num_words), np.int32)
         self._fill(rows, words)
+        numbers = _numbers(rows)
         if self._is_draft:  # its outputs are all on the host
-            for row in rows:
-                if row.output.failed:
-                    self.remove(row.slot)
-            all_rows = rows = [row for row in rows if not row.output.failed]
+            all_rows = rows = self._without_failed(rows)
         for row in new + self._left_thinking(rows):
             row.output.on_device = self._moves(row.slot, row.output)
-        failed = [row.first + i for row in rows if row.output.failed or row.waits for i in range(len(row.guesses) + 1)]
-        failures = {row.first: row.output.failure for row in rows if row.output.failed}
-        deferred = np.array([row.first for row in rows if row.waits], np.int32)
-        engines = [row.output.matcher.engine for row in new if row.output.matcher and not row.output.alone]
-        begun = engines.count("lazy"), engines.count("eager")
-        # Failed rows, too: the warm-up's row then compiles all kernels.
-        tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
-        as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
-        drawn = [row for row in rows if not row.waits]
-        return Masks(*as_arrays, drawn, tracked, self._automata, begun, failures, deferred)
+        return Masks(
+            numbers=numbers,
+            words=words,
+            failed=_numbers([row for row in rows if row.output.failed or row.waits]),
+            rows=[row for row in rows if not row.waits],
+            # Failed rows, too: the warm-up's row then compiles all kernels.
+            tracked=_tracked([row for row in all_rows if row.output.on_device or row.output.failed]),
+            automata=self._automata,
+            begun=_begun(new),
+            failures={row.first: row.output.failure for row in rows if row.output.failed},
+            deferred=np.array([row.first for row in rows if row.waits], np.int32),
+        )
+
+    def _without_failed(self, rows: list[_Row]) -> list[_Row]:
+        """Forget the failed outputs of a draft; return the other rows."""
+        for row in rows:
+            if row.output.failed:
+                self.remove(row.slot)
+        return [row for row in rows if not row.output.failed]
 
     def sampled(self, masks: TokenMasks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
@@ -300,7 +310,7 @@ class GrammarState:
         started, begin, spans = time.perf_counter(), 0, []
         together: list[tuple[_Row, LazyMatcher, int]] = []
         for row in rows:
-            output, span = row.output, slice(begin, begin + len(row.guesses) + 1)
+            output, span = row.output, slice(begin, begin + row.num_samples)
             begin = span.stop
             spans.append(span)
             try:
@@ -337,6 +347,17 @@ class GrammarState:
             row.waits = True
             assert self._engines is not None
             row.output.begin(self._thread, self._engines)
+
+
+def _numbers(rows: list[_Row]) -> Int32s:
+    """The numbers of the rows' samples in the step."""
+    return np.array([row.first + i for row in rows for i in range(row.num_samples)], np.int32)
+
+
+def _begun(new: list[_Row]) -> tuple[int, int]:
+    """Count the new outputs with the lazy and the eager engine."""
+    engines = [row.output.matcher.engine for row in new if row.output.matcher and not row.output.alone]
+    return engines.count("lazy"), engines.count("eager")
 
 
 def _tracked(rows: list[_Row]) -> Int32s:

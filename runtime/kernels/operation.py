@@ -20,8 +20,8 @@ class Operation(Generic[P, R]):
         self,
         reference: Callable[P, R],
         *,
-        exact: Callable[..., R] | None = None,  # makes a row's bits independent of other rows; None if `reference` does
-        triton: Callable[..., R] | None = None,  # None if `reference` serves
+        exact: Callable[..., R] | None = None,  # bits of a row do not depend on others; None if `reference` serves it
+        triton: Callable[..., R] | None = None,  # None if the reference serves it
     ) -> None:
         self.reference, self.exact, self.triton = reference, exact or reference, triton or reference
 

@@ -15,6 +15,8 @@ try:
     constexpr = tl.constexpr  # for module constants that kernels use
 
     INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in numpy, on a CPU
+    # Bits depend on it. Later versions of Triton have another default; a kernel may set `enable_fp_fusion` itself.
+    knobs.language.default_fp_fusion = True
 except ImportError:
     tl = TensorDescriptor = None
     INTERPRETED = False

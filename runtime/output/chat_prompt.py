@@ -20,7 +20,7 @@ from runtime.text.chat import ChatTemplate
 from runtime.text.control_tokens import Conversation, without_seams
 from runtime.text.reasoning import Marks
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import ToolFormat, name_of
+from runtime.text.tool_calls import ForcedCall, ToolFormat, name_of
 from runtime.text.tool_calls.harmony import FINAL, HARMONY, HARMONY_TOKENS, START, with_special
 from runtime.text.tool_calls.parser import SPECIAL
 
@@ -83,53 +83,31 @@ class ChatPrompter:
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Return the prompt of a chat. Raises FieldError for invalid options, or if the template refuses the
         messages."""
-        template, tools, forced = self._template, options.offered_tools(), options.forced_call()
-        form = template.tool_format if tools else None
-        if tools and form is None:
-            raise invalid(
-                "tools",
-                "cannot be used: this model answers in channels, but its chat template does not describe tools; see "
-                "--chat-template",
-            )
-        for i, tool in enumerate(tools):
-            if form is not None and not form.can_name(name := tool.function.name):
-                problem = f"is {shown(name)}, which this model's format of calls cannot write"
-                raise invalid(f"tools.{i}.{tool.type}.name", f"{problem}; use letters, digits, _ and -")
+        template = self._template
+        form = self._call_format(options)
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         if template.has_channels and kwargs.get("builtin_tools"):
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
-        given = Conversation(messages, options.template_tools, kwargs)
-        if not self._tokenizer.special_tokens_in_contents:
-            try:
-                given = self._tokenizer.control_tokens.with_seams(given)
-            except CallboardError as e:
-                raise FieldError("messages", str(e)) from e
+        given = self._conversation(messages, options, kwargs)
         text = self._rendered(given, options)
-        if template.has_channels:
-            form = HARMONY
         if form is None and not template.thinks:
             return self._made(text, None, given.seam)
         in_reasoning = template.thinks and _in_reasoning(messages, options, text, self._reasoning)
-        functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        special_marks, begun = self._special_marks(form), ""
+        special_marks = self._special_marks(form)
         is_held = self._place(options, text) is not None
-        if is_held:
-            forced = None  # the grammar requires the call
+        forced = None if is_held else options.forced_call()  # a grammar that holds the turn requires the call
         if form is not None and forced is not None:
-            called = [tool for tool in tools if forced.name in (None, tool.function.name)]
-            needs_json = any(tool.needs_json(form.arguments) for tool in called)
-            form = form.for_call_of(needs_json)
+            form = form.for_call_of(_needs_json(options, form, forced))
             if in_reasoning:
                 text = self._closed(text, given, options)
             text += form.opening(forced.name)
-        elif template.has_channels:
-            if options.requested_grammar() is not None and not options.continue_final_message and not is_held:
-                text += FINAL  # the grammar binds this message, without a header
-            begun = text.rpartition(START)[2]
+        elif template.has_channels and not is_held and _is_final(options):
+            text += FINAL  # the grammar binds this message, without a header
+        begun = text.rpartition(START)[2] if template.has_channels and forced is None else ""
         tells_special = form is HARMONY and self._marks is not None
         if tells_special:
             form, begun = HARMONY_TOKENS, with_special(begun)
-        thinks = template.thinks and forced is None
+        tools, thinks = options.offered_tools(), template.thinks and forced is None
         message_format = MessageFormat(
             thinks=thinks,
             in_reasoning=in_reasoning,
@@ -138,7 +116,7 @@ class ChatPrompter:
             tools=form,
             is_held=is_held,
             may_open=thinks and not in_reasoning and self._may_open(text, options, kwargs),
-            functions=functions,
+            functions={tool.function.name: tool.function.parameters or {} for tool in tools},
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
             reads_plain_calls=self._reads_plain_calls(options),
             most_calls=_most_calls(options, form),
@@ -149,6 +127,34 @@ class ChatPrompter:
             budget=None if forced is not None else self._budget(options, in_reasoning, begun),
         )
         return self._made(text, message_format, given.seam)
+
+    def _call_format(self, options: ChatOptions) -> ToolFormat | None:
+        """Return the format that the output is read by; None without tools and channels. Raises FieldError for tools
+        that it cannot write."""
+        tools, form = options.offered_tools(), self._template.tool_format if options.offered_tools() else None
+        if tools and form is None:
+            raise invalid(
+                "tools",
+                "cannot be used: this model answers in channels, but its chat template does not describe tools; see "
+                "--chat-template",
+            )
+        for i, tool in enumerate(tools):
+            if form is not None and not form.can_name(name := tool.function.name):
+                problem = f"is {shown(name)}, which this model's format of calls cannot write"
+                raise invalid(f"tools.{i}.{tool.type}.name", f"{problem}; use letters, digits, _ and -")
+        return HARMONY if self._template.has_channels else form
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, kwargs: dict[str, Any]
+    ) -> Conversation:
+        """Return what the template renders, with seams where a client's texts spell control tokens."""
+        given = Conversation(messages, options.template_tools, kwargs)
+        if self._tokenizer.special_tokens_in_contents:
+            return given
+        try:
+            return self._tokenizer.control_tokens.with_seams(given)
+        except CallboardError as e:
+            raise FieldError("messages", str(e)) from e
 
     def _made(self, text: str, message_format: MessageFormat | None, seam: str) -> ChatPrompt:
         tokenizer, clean = self._tokenizer, without_seams(text, seam)
@@ -266,6 +272,16 @@ def _most_calls(options: ChatOptions, form: ToolFormat | None) -> int | None:
     the request sets parallel_tool_calls."""
     is_untrained = form is not None and form.is_text and options.forced_call() is not None
     return 1 if is_untrained and options.parallel_tool_calls is None else options.most_calls()
+
+
+def _needs_json(options: ChatOptions, form: ToolFormat, forced: ForcedCall) -> bool:
+    called = [tool for tool in options.offered_tools() if forced.name in (None, tool.function.name)]
+    return any(tool.needs_json(form.arguments) for tool in called)
+
+
+def _is_final(options: ChatOptions) -> bool:
+    """True if the output is one message that follows the request's grammar."""
+    return options.requested_grammar() is not None and not options.continue_final_message
 
 
 def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str, marks: Marks) -> bool:

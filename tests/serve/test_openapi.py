@@ -6,6 +6,9 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.generation.feedback import FeedbackSources
+from schemathesis.pytest._test_builder import build_operation_test
+from schemathesis.python._constants.orchestrator import make_constants_value_source
 from starlette.routing import Route
 
 from runtime.base.pooling import Pooling
@@ -45,7 +48,17 @@ CONFIG = schemathesis.Config.from_dict(
         },
     }
 )
+
+
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP, config=CONFIG, headers={"Authorization": f"Bearer {KEY}"})
+OPERATIONS = {result.ok().label: result.ok() for result in schema.get_all_operations()}
+SETTINGS = settings(
+    max_examples=examples(40),
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture
@@ -54,18 +67,24 @@ def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("requests.sessions.get_environ_proxies", lambda *_, **__: {})
 
 
+def _call_and_validate(case: schemathesis.Case) -> None:
+    case.call_and_validate(headers={"Authorization": f"Bearer {KEY}"})
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("_without_proxies")
-@schema.parametrize()
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_generated_requests(case):
-    case.call_and_validate(headers={"Authorization": f"Bearer {KEY}"})
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_generated_requests(label: str):
+    """The test makes its requests: `schema.parametrize()` would make them all while each worker collects."""
+    test = build_operation_test(
+        config=schema.config,
+        operation=OPERATIONS[label],
+        test_func=_call_and_validate,
+        explicit_settings=SETTINGS,
+        given_kwargs={},
+        feedback=FeedbackSources(constants_value_source=make_constants_value_source(schema)),
+    )
+    test()
 
 
 async def test_every_route_is_on_the_page_and_nothing_else():
