@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.cpu.sampling.draw import TILE, draw
@@ -67,6 +67,7 @@ def test_equal_logits_give_the_lowest_id():
     assert tokens_of_keys_torch(keys_of(logits, *rows, targets()[0])).tolist() == [0]
 
 
+@example(vocab=9001, scale=4.598, seed=806, top_k=0, top_p=0.9999, min_p=0.0, masked=False)  # 16 tokens differ
 @given(
     vocab=st.sampled_from([2, 40, 1000, 9001]), scale=st.floats(0.1, 8), seed=st.integers(0, 999),
     top_k=st.sampled_from([0, 1, 5, 50, 2000]), top_p=st.sampled_from([1.0, 0.0, 0.3, 0.9, 0.9999]),
@@ -79,9 +80,12 @@ def test_filters_keep_the_tokens_of_their_twin(vocab, scale, seed, top_k, top_p,
         logits[:, 1::3] = -math.inf
     params = torch.tensor([top_k, 0]), torch.tensor([top_p, 1.0]), torch.tensor([min_p, 0.0])
     got, want = (bounds(logits, *params) for bounds in (_compiled, top_k_top_p_bounds_torch))
-    kept, kept_by_twin = ((logits >= bounds[:, None]).sum(1) for bounds in (got, want))
-    # Sums of masses round differently, so the last token of a large nucleus may differ.
-    assert (kept - kept_by_twin).abs().max() <= (vocab > 2 and top_p < 1.0)
+    kept, kept_by_twin = (logits >= bounds[:, None] for bounds in (got, want))
+    differ = kept != kept_by_twin
+    # Sums of masses round differently, so the last token of a nucleus may differ, or several that are very unlikely.
+    masses = (logits.double().softmax(1) * differ).sum(1)
+    assert (masses[differ.sum(1) > (vocab > 2 and top_p < 1.0)] < 1e-5).all()
+    assert top_p < 1.0 or not differ.any()
 
 
 def _compiled(*arguments):

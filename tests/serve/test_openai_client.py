@@ -94,7 +94,7 @@ async def test_an_echo_with_logprobs(stream: bool):
     else:
         choices = (await client.post("/completions", body=body, cast_to=OpenCompletion)).choices
     assert [c.text for c in choices] == ["abH", "cH"]
-    assert [c.logprobs.token_logprobs for c in choices] == [[None, -0.98, -0.5], [None, -0.5]]
+    assert [c.logprobs.token_logprobs for c in choices] == [[None, -98 / 128, -0.5], [None, -0.5]]
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def check_choice(tokenizer: Tokenizer, request: CompletionRequest, choice: dict)
     listed = prompt + output if request.echo else output
     offsets = logprobs["text_offset"]
     assert len(listed) == len(offsets) == len(logprobs["tokens"]) == len(logprobs["top_logprobs"])
-    assert logprobs["token_logprobs"][int(request.echo) :] == [-i / 7 for i in listed][int(request.echo) :]
+    assert logprobs["token_logprobs"][int(request.echo) :] == [-i / 8 for i in listed][int(request.echo) :]
     assert offsets == sorted(offsets)
     if request.echo and tokenizer is BYTES and "\ufffd" not in whole:
         # A token begins where the whole characters of the bytes before it end.

@@ -72,6 +72,7 @@ from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
 from tests.support.kernels import compiled_kernels, state_cases  # noqa: E402
+from tests.support.models.specs import changed  # noqa: E402
 
 META = torch.device("meta")
 VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant alone
@@ -346,14 +347,14 @@ def main() -> None:
     torch.cuda.get_device_properties = lambda device=None: H200
     tiles.multiplies_fp8 = lambda device: True
 
-    for model, changed, dtype, deterministic, batches in SERVED:
-        of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}
+    for model, given, dtype, deterministic, batches in SERVED:
+        of_spec = {field: value for field, value in given.items() if field != "kv_cache_dtype"}
         spec = changed(spec_of(model), **{"num_layers": 1, "vocab_size": VOCAB_SIZE} | of_spec)
         kind = "deterministic" if deterministic else "default"
-        name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
+        name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in given.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
         decoder = build_decoder(spec, numerics, 16384, partial(empty_weight, spec.shapes(), dtype))
-        cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
+        cache = KVCache(spec.kv_cache(numerics.dtype_name, given.get("kv_cache_dtype", "auto")), 4096, 16, META)
         steps = GpuSteps(decoder, cache, 256, 16384, ())
         steps.kernels.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
         steps.kernels.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
