@@ -50,9 +50,7 @@ _T = torch.Tensor
 RMS_NORM = Operation(rms_norm_torch, triton=rms_norm_triton)
 LAYER_NORM = Operation(layer_norm_torch, triton=layer_norm_triton)
 NORM_IN_PLACE = Operation(rms_norm_in_place_torch, triton=rms_norm_in_place_triton)
-GATED_ACTIVATION = Operation(
-    gated_activation_torch, exact=gated_activation_exact, triton=gated_activation_triton
-)  # of the feed-forward layer
+GATED_ACTIVATION = Operation(gated_activation_torch, exact=gated_activation_exact, triton=gated_activation_triton)
 ROPE_ROWS = Operation(rope_rows_torch, triton=rope_rows_triton)
 ROPE_STORE_KV = Operation(rope_store_kv_torch, triton=rope_store_kv_triton)
 # A backend has its own type of a plan: its steps create it and its attention reads it.
@@ -61,7 +59,7 @@ ATTENTION: Operation[[_T, _T, Any, AttentionForm, _T | None], _T] = Operation(
 )
 GATE_OUTPUT = Operation(gate_output_torch, triton=gate_output_triton)
 LATENT_UP: Operation[[_T, int], Any] = Operation(latent_up)
-LATENT_UP_OF_MAPS: Operation[[Any, Any, int], Any] = Operation(latent_up_of_maps)  # of two operands
+LATENT_UP_OF_MAPS: Operation[[Any, Any, int], Any] = Operation(latent_up_of_maps)
 LATENT_STORE = Operation(latent_store_torch, triton=latent_store_triton)
 LATENT_ATTENTION: Operation[[_T, _T, Any, Any, float], _T] = Operation(
     latent_attention_torch, exact=latent_attention_exact, triton=latent_attention_triton

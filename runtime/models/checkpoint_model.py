@@ -92,7 +92,7 @@ class UnusedTensors(NamedTuple):
 def unused_tensors(
     spec: DecoderSpec, weight_map: WeightMap, source: TensorSource, locations: Mapping[str, Location]
 ) -> UnusedTensors:
-    """Return the tensors that no location has. Copies of a tied head and zero biases have an effect on nothing."""
+    """Return the tensors that no location has. Copies of a tied head and zero biases change nothing."""
     format_of, cpu = weight_formats(spec.whole, None), torch.device("cpu")
     used = {name for parameter, location in locations.items() for name in format_of(parameter).stored(location)}
     found = UnusedTensors([], [])
