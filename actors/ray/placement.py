@@ -8,6 +8,9 @@
 Serve creates and removes the group with the replica, so no death leaves an actor behind. The whole group is on one
 machine: ranks access each other's memory.
 
+Serve of Ray 2.60 pins its replica to bundle 0. Older versions pin it to none, so Ray may take its CPUs from a runner's
+bundle: the actors of each bundle leave room for it.
+
 Ray shows each runner only its own GPU, by CUDA_VISIBLE_DEVICES, which no other code changes. So every rank's GPU is its
 device 0, and a rank never creates a context on another GPU. The driver opens a peer's memory although that GPU is not
 visible.
@@ -28,7 +31,7 @@ from runtime.base.types import CallboardError
 # Logical CPUs, chosen so that a server fits a machine with two; they limit placement, not threads.
 SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
-RUNNER_CPUS = 1.0
+RUNNER_CPUS = 1.0  # the bundle; its actors leave SUPERVISOR_CPUS of it
 FRONT_CPUS = 0.5
 DRAFT_CPUS = 0.4  # taken from its runner's, without its own bundle
 _DRAFT_GPUS = 0.1  # the same
@@ -121,7 +124,7 @@ def runner_options(config: EngineConfig, group: PlacementGroup, rank: int, gpu: 
     shares = config.has_draft_model and rank == 0 and not (gpu and has_own_gpu(config))
     shares_gpu = shares and config.draft_device != "cpu"
     return {
-        "num_cpus": RUNNER_CPUS - DRAFT_CPUS * shares,
+        "num_cpus": RUNNER_CPUS - SUPERVISOR_CPUS - DRAFT_CPUS * shares,
         "num_gpus": (1.0 - _DRAFT_GPUS * shares_gpu) if gpu else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 1 + rank),
     }
@@ -132,7 +135,7 @@ def draft_options(config: EngineConfig, group: PlacementGroup, gpu: bool) -> dic
     own = gpu and has_own_gpu(config)
     shared_gpus = 0.0 if config.draft_device == "cpu" else _DRAFT_GPUS
     return {
-        "num_cpus": RUNNER_CPUS if own else DRAFT_CPUS,
+        "num_cpus": RUNNER_CPUS - SUPERVISOR_CPUS if own else DRAFT_CPUS,
         "num_gpus": (1.0 if own else shared_gpus) if gpu else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 1 + config.tensor_parallel_size if own else 1),
     }

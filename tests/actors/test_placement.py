@@ -6,7 +6,18 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from actors.ray.machines import Machines, machines_of
-from actors.ray.placement import bundles, default_fronts, described, device_of, draft_options, has_room, runner_options
+from actors.ray.placement import (
+    RUNNER_CPUS,
+    SUPERVISOR_CPUS,
+    bundles,
+    default_fronts,
+    described,
+    device_of,
+    draft_options,
+    engine_options,
+    has_room,
+    runner_options,
+)
 from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
 
@@ -107,6 +118,18 @@ def test_each_rank_has_a_bundle_with_a_gpu_of_its_own():
     assert [o["num_gpus"] for o in options] == [0.9, 1.0, 1.0, 1.0], "the draft is beside rank 0"
 
 
+@pytest.mark.parametrize(("draft", "draft_device"), [("none", "auto"), ("m", "auto"), ("m", "own"), ("m", "cpu")])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_any_bundle_has_room_for_the_replica(draft: str, draft_device: str, gpu: bool):
+    config = EngineConfig(draft=draft, draft_device=draft_device, tensor_parallel_size=2)
+    actors = [engine_options(GROUP), *(runner_options(config, GROUP, rank, gpu) for rank in range(2))]
+    actors += [draft_options(config, GROUP, gpu)] if config.has_draft_model else []
+    free = [bundle["CPU"] for bundle in bundles(config, gpu)]
+    for options in actors:
+        free[options["scheduling_strategy"].placement_group_bundle_index] -= options["num_cpus"]
+    assert min(free) >= SUPERVISOR_CPUS - 1e-9, "Serve of Ray 2.56 pins its replica to none"
+
+
 def test_a_draft_is_beside_the_runner_or_on_a_gpu_of_its_own():
     beside, own = EngineConfig(draft="some/model"), EngineConfig(draft="some/model", draft_device="own")
     assert bundles(beside, gpu=True) == bundles(EngineConfig(), gpu=True)
@@ -116,8 +139,8 @@ def test_a_draft_is_beside_the_runner_or_on_a_gpu_of_its_own():
     assert uses_gpu(own, {"GPU": 2.0})
     for config, gpu in ((beside, True), (beside, False), (EngineConfig(draft="m", draft_device="cpu"), True)):
         runner, draft = runner_options(config, GROUP, 0, gpu), draft_options(config, GROUP, gpu)
-        for resource in ("num_cpus", "num_gpus"):
-            assert runner[resource] + draft[resource] == (1.0 if gpu or resource == "num_cpus" else 0.0)
+        assert runner["num_gpus"] + draft["num_gpus"] == gpu
+        assert runner["num_cpus"] + draft["num_cpus"] + SUPERVISOR_CPUS == pytest.approx(RUNNER_CPUS)
         assert draft["scheduling_strategy"].placement_group_bundle_index == 1
     assert runner_options(own, GROUP, 0, True)["num_gpus"] == draft_options(own, GROUP, True)["num_gpus"] == 1.0
     assert draft_options(own, GROUP, True)["scheduling_strategy"].placement_group_bundle_index == 2
