@@ -86,7 +86,8 @@ class EngineLoop:
         pause_file: exists while the engine is paused; None if no engine follows this one."""
         self.config = config
         self._start_runners = start_runners
-        self._inbox: queue.SimpleQueue[tuple[Connection, FromLink] | _Work] = queue.SimpleQueue()
+        # Not a SimpleQueue: CPython 3.11's may ignore a short timeout and wait for the next item.
+        self._inbox: queue.Queue[tuple[Connection, FromLink] | _Work] = queue.Queue()
         self._connections: set[Connection] = set()
         self._draining: str | None = None  # why the engine takes no new requests; None if it takes them
         self._closed = False

@@ -3,6 +3,7 @@
 No test reads a clock: the pacing sets when the next step must be planned, and the runner when a step has ended."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 from contextlib import asynccontextmanager
@@ -130,3 +131,21 @@ def test_polling_for_the_end_of_a_step_delays_no_plan(delays, waits):
     )
     assert EngineLoop._wait_to_plan(loop)
     assert found == waits
+
+
+def test_a_short_timeout_of_the_inbox_ends():
+    """After a message is taken without a wait, a SimpleQueue's next short wait may have no end."""
+    inbox = type((engine := Engine()).loop._inbox)()
+    engine.loop.close()
+
+    def wait():
+        for _ in range(30_000):
+            inbox.put(None)
+            inbox.get()
+            with contextlib.suppress(queue.Empty):
+                inbox.get(timeout=1e-6)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
