@@ -134,7 +134,7 @@ def test_polling_for_the_end_of_a_step_delays_no_plan(delays, waits):
 
 
 def test_a_short_timeout_of_the_inbox_ends():
-    """After a message is taken without a wait, a SimpleQueue's next short wait may have no end."""
+    """A message was taken without a wait before it. The next short wait on a SimpleQueue may then not end."""
     inbox = type((engine := Engine()).loop._inbox)()
     engine.loop.close()
 
