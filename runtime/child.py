@@ -86,7 +86,7 @@ class ChildPool:
         """`warm_up(*args)` is the first work of each child, such as imports."""
         self._max_children, self._memory, self._niceness = max_children, memory, niceness
         self._warm_up = (warm_up, *args)
-        self._idle: queue.Queue[Child | None] = queue.Queue()  # EngineLoop says why no SimpleQueue
+        self._idle: queue.Queue[Child | None] = queue.Queue()  # its timeouts end, as EngineLoop explains
         self._lock = threading.Lock()
         self._num_children = 0  # idle, at work or being started
         self._at_work: set[Child] = set()
