@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from runtime.output.fields import invalid
 from serve_app.apis.completions.request import PromptValue, prompts_of
 from serve_app.protocol.other_servers import UnsupportedField, refused_fields
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list_of
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TextOrList, text_or_list_of
 
 _REFUSED = refused_fields(
     {
@@ -22,8 +22,7 @@ _REFUSED = refused_fields(
 )
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[
-    Annotated[_Text, Tag("<text>")] | Annotated[list[_Text], Field(min_length=1, fail_fast=True), Tag("<list>")],
-    text_or_list_of("texts"),
+    TextOrList[_Text, Annotated[list[_Text], Field(min_length=1, fail_fast=True)]], text_or_list_of("texts")
 ]
 
 
