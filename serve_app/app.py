@@ -17,14 +17,7 @@ from actors.ray.caller_router import router_config
 from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
 from actors.ray.machines import Machines, machines_now, wait_for_machine
-from actors.ray.placement import (
-    FRONT_CPUS,
-    SUPERVISOR_CPUS,
-    bundles,
-    default_fronts,
-    device_of,
-    has_room,
-)
+from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, device_of, has_room
 from actors.ray.private import deployment as serve_deployment
 from actors.ray.private import free_resources
 from runtime.base.config import EngineConfig, ModelInfo

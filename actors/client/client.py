@@ -25,17 +25,7 @@ from actors.client.join import join_ray
 from actors.client.loop_thread import LoopThread
 from actors.client.rollout import Rollout
 from actors.client.weight_sources import Source, Transport, parts_of
-from actors.wire.weight_calls import (
-    A,
-    Discard,
-    Finish,
-    GetState,
-    Pause,
-    Receive,
-    Resume,
-    Start,
-    WeightCall,
-)
+from actors.wire.weight_calls import A, Discard, Finish, GetState, Pause, Receive, Resume, Start, WeightCall
 from runtime.base.config import ModelInfo
 from runtime.base.plain_values import integer, integers, is_integer, text
 from runtime.base.reports import Experts, PromptScores, one_of

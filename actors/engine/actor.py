@@ -36,13 +36,7 @@ class EngineActor:
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
     def __init__(
-        self,
-        config: EngineConfig,
-        group: PlacementGroup,
-        gpu: bool,
-        num_restarts: int,
-        model: str,
-        supervisor: int,
+        self, config: EngineConfig, group: PlacementGroup, gpu: bool, num_restarts: int, model: str, supervisor: int
     ) -> None:
         """`model` is the part of the name that the model's engines share, `supervisor` the supervisor's process id."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)

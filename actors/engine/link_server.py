@@ -161,9 +161,7 @@ class LinkServer:
     """
 
     def __init__(
-        self,
-        deliver: Callable[[Connection, FromLink], None],
-        report: Callable[[MetricValues], Snapshot],
+        self, deliver: Callable[[Connection, FromLink], None], report: Callable[[MetricValues], Snapshot]
     ) -> None:
         self._deliver, self._report = deliver, report
         self._listener = Listener()

@@ -11,15 +11,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.structured.pattern import (
-    Concatenation,
-    GrammarError,
-    Reference,
-    literal,
-    literal_text,
-    plain,
-    shown,
-)
+from runtime.structured.pattern import Concatenation, GrammarError, Reference, literal, literal_text, plain, shown
 from runtime.structured.readers import context_free
 from runtime.structured.readers.ebnf import START, read_ebnf
 from runtime.structured.readers.lark import read_lark

@@ -20,12 +20,7 @@ from runtime.text.channel_messages import channel_messages, described
 from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
-from runtime.text.tool_calls.generic import (
-    with_tools,
-    with_tools_as_text,
-    with_tools_of_system,
-    with_written_calls,
-)
+from runtime.text.tool_calls.generic import with_tools, with_tools_as_text, with_tools_of_system, with_written_calls
 from runtime.text.tool_calls.harmony import HARMONY, START
 from runtime.text.tool_responses import with_tool_responses
 

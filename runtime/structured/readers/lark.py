@@ -30,7 +30,7 @@ from runtime.structured.readers.tokens import COUNT, STRING, Token, error_at, pa
 _FORMS = re.compile(
     rf"(?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)|(?P<name>[?!]*_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_]*)\b)"
     rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
-    r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
+    r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])"
 )
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # the place in an llguidance error
 _EMPTY_OPTIONS = re.compile(r"\s*%llguidance\s*\{\s*\}")  # guidance writes it before each grammar
