@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.structured.rules import Name, Repeat, Rule, choice, sequence, terminal, text
+from runtime.structured.pattern import Name, Repeat
+from runtime.structured.rules import Rule, choice, sequence, terminal, text
 from runtime.structured.schema import numbers
 from runtime.text.tool_calls.argument_form import SAYS_NOTHING, ArgumentForm, can_stand_bare, is_closed
 

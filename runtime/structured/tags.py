@@ -11,7 +11,18 @@ from typing import Any
 
 import msgspec
 
-from runtime.structured.pattern import Concatenation, GrammarError, Reference, literal, literal_text, plain, shown
+from runtime.structured.pattern import (
+    Choice,
+    GrammarError,
+    Name,
+    Pattern,
+    Repeat,
+    Sequence,
+    literal,
+    literal_text,
+    plain,
+    shown,
+)
 from runtime.structured.readers import context_free
 from runtime.structured.readers.ebnf import START, read_ebnf
 from runtime.structured.readers.lark import read_lark
@@ -19,12 +30,8 @@ from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
     SPACES,
-    Choice,
     LarkGrammar,
-    Name,
-    Repeat,
     Rule,
-    Sequence,
     Shortest,
     Terminal,
     choice,
@@ -114,7 +121,8 @@ def grammar_rules(source: str, end: str = "", prefix: str = "") -> dict[str, Rul
     if "::=" not in source:
         rule = LarkGrammar(read_lark(source))
         return {f"{prefix}start": Sequence((rule, text(end))) if end else rule}
-    grammar = {**read_ebnf(source), "": Concatenation((Reference(START), literal(end)))}
+    whole_text: Pattern = Sequence((Name(START), literal(end)))
+    grammar = {**read_ebnf(source), "": whole_text}
     return context_free.rules_of(grammar, "" if end else START, prefix)
 
 
@@ -232,7 +240,7 @@ class _Writer:
                 options.append(Sequence((*region, NOTHING if form.stop_after_first else after)))
         some_trigger = "|".join(map(literal_text, form.triggers))
         free = Terminal((_ANY,), (f"{_ANY}(?:{some_trigger}){_ANY}",))
-        self.rules[after.of] = Choice((free, *options))
+        self.rules[after.name] = Choice((free, *options))
         if not form.at_least_one:
             return after
         first = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(form.tags, rests, strict=True))

@@ -26,7 +26,8 @@ from runtime.structured.pattern import (
     MAX_REPEAT,
     CharacterClass,
     GrammarError,
-    Repetition,
+    Name,
+    Repeat,
     literal_string,
     literal_text,
     quoted,
@@ -36,7 +37,6 @@ from runtime.structured.rules import (
     MAX_RULES,
     NEVER,
     NOTHING,
-    Name,
     Rule,
     Terminal,
     choice,
@@ -154,7 +154,7 @@ class _Writer:
         least, most = _bounds(schema, "Length", where)
         found = string_terminal(self._normalizer, schema, where)
         if least or most is not None or not found.all_of:
-            found = Terminal((*found.all_of, quoted(Repetition(CharacterClass(ALL), least, most))), found.none_of)
+            found = Terminal((*found.all_of, quoted(Repeat(CharacterClass(ALL), least, most))), found.none_of)
         return found
 
     def _fitting(self, rule: Terminal) -> Rule:
