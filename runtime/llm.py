@@ -37,7 +37,7 @@ from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
-from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.output.vectors import embedding, scores, texts_of
 from runtime.speculation.draft import LocalWire
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
@@ -150,14 +150,7 @@ class LLM:
         on_phase("finding the model")
         path = resolve(model, self.config.revision)
         on_phase("reading the tokenizer")
-        self.tokenizer = load_tokenizer(
-            path,
-            self.config.chat_template,
-            self.config.tool_call_parser,
-            self.config.channel_grammar,
-            self.config.plain_tool_calls,
-            self.config.special_tokens_in_contents,
-        )
+        self.tokenizer = load_tokenizer(path, self.config)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
         # It takes less memory than is free.
@@ -253,8 +246,7 @@ class LLM:
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels:
             raise CallboardError("This model makes scores, not embeddings; use `score`.")
-        dimensions = None if dimensions is None else integer(dimensions, "dimensions")
-        check_dimensions(dimensions, pooling)
+        dimensions = None if dimensions is None else integer(dimensions, "dimensions", 1)
         pooled = self._pool(self._encode_all(texts), progress, adapter)
         return [embedding(p, pooling, dimensions).tolist() for p in pooled]
 

@@ -27,7 +27,7 @@ def build_runner(
         masks=GrammarState.of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
-        updates=RunnerUpdates.of,
+        updates=RunnerUpdates,
         row_lens=_row_lens(config, is_draft),
     )
     return ModelRunner(config, source, shard, is_draft, extras)

@@ -61,9 +61,8 @@ class Masks:
     words: Int32s  # [n, num_words], as Matcher.fill has them
     failed: Int32s  # numbers of samples that are not drawn: the grammar cannot continue, or waits for its matcher
     rows: list[_Row]  # rows with drawn samples
-    tracked: (
-        Int32s  # [n, GUESSES + most guesses], rows for outputs on the device, as kernels/sampling/automata.py has them
-    )
+    # [n, GUESSES + most guesses], rows for outputs on the device, as kernels/sampling/automata.py has them
+    tracked: Int32s
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # new outputs with the lazy and the eager engine
     failures: dict[int, str]  # why requests failed (C9), by the number of the row's first sample

@@ -57,7 +57,7 @@ def with_calls(
     grammar = _CallGrammar(tools, form, special_marks, most_calls is None)
     if forced is not None:
         return grammar.forced(forced)
-    has_mark, no_text = grammar.can_follow_mark(thinks), grammar.bare_calls(thinks)
+    has_mark, no_text = grammar.can_follow_mark(), grammar.bare_calls(thinks)
     if answer is not None and not (has_mark and answer.spec.kind == "json"):
         why = "only JSON can be" if has_mark else "this model marks no calls as text"
         raise invalid(
@@ -127,7 +127,7 @@ class _CallGrammar:
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
-    def can_follow_mark(self, thinks: bool) -> bool:
+    def can_follow_mark(self) -> bool:
         """True if calls follow a mark that a grammar can find."""
         if (form := self.form).bare or not form.mark:
             return False

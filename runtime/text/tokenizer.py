@@ -110,9 +110,8 @@ class Tokenizer:
         Tokens that share a character begin at it. A token without text begins where the previous one ends."""
         starts, end = [], 0
         for start, stop in _encoded(self._backend.encode_batch, text, add_special_tokens).offsets:
-            starts.append(
-                min(start, end) if stop > start else end
-            )  # some offsets omit a space that belongs to the token
+            # some offsets omit a space that belongs to the token
+            starts.append(min(start, end) if stop > start else end)
             end = max(stop, end)
         return starts
 

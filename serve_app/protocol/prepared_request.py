@@ -81,9 +81,8 @@ class Prompts:
     prediction: tuple[int, ...] = ()  # the output that the client expects
     ignored_fields: tuple[str, ...] = ()  # fields without an effect on this model
     echoes: list[Echo] = field(default_factory=list)  # each prompt's echo; empty without echo
-    lengths: list[int] = field(
-        default_factory=list
-    )  # lengths of prompts alone, before their outputs; empty without outputs
+    # lengths of prompts alone, before their outputs; empty without outputs
+    lengths: list[int] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 

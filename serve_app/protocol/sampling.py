@@ -109,9 +109,8 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
-        None  # kept from the end; -1 keeps what fits
-    )
+    # kept from the end; -1 keeps what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
     sampling_logprobs: bool = False  # adds the distribution that tokens are drawn from to the model's own
     routed_experts: bool = False  # needs --routed-experts
@@ -218,7 +217,6 @@ def check_last_n(field: str, last: object) -> None:
 
 def _token_id_key(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
-        raise invalid(
-            f"logit_bias.{key}", "is not a token id; keys are numbers such as 50256"
-        )  # 050256 would be another spelling
+        # 050256 would be another spelling
+        raise invalid(f"logit_bias.{key}", "is not a token id; keys are numbers such as 50256")
     return int(key)

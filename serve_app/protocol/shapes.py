@@ -32,6 +32,7 @@ class OpenRequestModel(RequestModel):
 
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[dict[str, UnsupportedField]] = {}
+    within: ClassVar[str] = ""  # begins the fields' paths
 
     def ignored_fields(self) -> list[str]:
         """Return the first names of fields without an effect, safe for a header."""
@@ -43,7 +44,7 @@ class OpenRequestModel(RequestModel):
         for name, value in (self.model_extra or {}).items():
             if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
-                raise invalid(name, f"{problem}; {refused.instead}")
+                raise invalid(self.within + name, f"{problem}; {refused.instead}")
         super().check()
 
 

@@ -122,7 +122,7 @@ def test_inspect_shows_the_defaults(write_tiny_gguf: Callable[..., Path], tmp_pa
 def test_a_chat_template_of_the_operator(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
     file = tmp_path / "t.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    tokenizer = load_tokenizer(write_tiny_gguf(tokenizer__chat_template=None), str(file))
+    tokenizer = load_tokenizer(write_tiny_gguf(tokenizer__chat_template=None), EngineConfig(chat_template=str(file)))
     assert ChatTemplate.of(tokenizer).render([{"role": "user", "content": "hé"}]) == "[user] hé"
     assert tokenizer.tool_template is None
 

@@ -323,9 +323,8 @@ def _with_priority(body: msgspec.Raw) -> bytes:
         if bytes(fields.get(name, b"")).strip() == b"true":
             raise ApiError(400, f"{name} is true; a request of a batch must leave it out.", param=name)
     given = bytes(fields.get("priority", b"0")).strip()
-    if (
-        given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY
-    ):  # any other value is left to the route's checks
+    # any other value is left to the route's checks
+    if given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY:
         fields["priority"] = msgspec.Raw(b"%d" % _PRIORITY)
     return encode_json(fields)
 

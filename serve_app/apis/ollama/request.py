@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import invalid, read_options, shown
+from runtime.output.fields import invalid, read_options
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
@@ -20,7 +20,7 @@ from serve_app.durations import Duration
 from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
 from serve_app.protocol.sampling import SamplingFields, check_last_n
-from serve_app.protocol.shapes import RequestModel, check_absent, only
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -28,10 +28,11 @@ KEEP_ALIVE = "keep_alive"
 _NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
-class OllamaOptions(RequestModel):
+class OllamaOptions(OpenRequestModel):
     """Sampling options. Other options are refused, or reported in a header, like fields of requests."""
 
-    model_config = ConfigDict(extra="allow")
+    refused = UNSUPPORTED_FIELDS
+    within = "options."
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,10 +47,7 @@ class OllamaOptions(RequestModel):
     frequency_penalty: float | None = None
 
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
-                problem = f"is {shown(value)}: it would change the answer but is not supported"
-                raise invalid(f"options.{name}", f"{problem}; {refused.instead}")
+        super().check()
         penalties = (self.repeat_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
         check_last_n("options.repeat_last_n", self.repeat_last_n if penalties else None)
 

@@ -14,7 +14,7 @@ from runtime.base.pooling import Pooling
 from runtime.base.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
-from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.output.vectors import embedding, scores, texts_of
 from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json
@@ -99,7 +99,6 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
             raise ApiError(400, "This model makes scores, not embeddings; use /v1/rerank or /v1/score.", param="model")
-        check_dimensions(request.dimensions, pooling)
         return POOLING.prompts(request, model, pooling)
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:

@@ -37,9 +37,8 @@ class PooledFields(OpenRequestModel):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
-        None  # kept from the start; -1 keeps what fits
-    )
+    # kept from the start; -1 keeps what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
 
     def count(self) -> tuple[str, int]:
         """Return the field with the texts, and their number."""
