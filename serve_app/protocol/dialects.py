@@ -46,15 +46,8 @@ def _of_route(route: str, *fields: str) -> dict[str, str]:
 
 _CHAT = "/v1/chat/completions"
 LLAMA_CPP_ROUTES = (
-    "/completion",
-    "/completions",
-    "/infill",
-    "/props",
-    "/slots",
-    "/apply-template",
-    "/embedding",
-    "/embeddings",
-)
+    "/completion", "/completions", "/infill", "/props", "/slots", "/apply-template", "/embedding", "/embeddings",
+)  # fmt: skip
 _UP_TO_128 = re.compile("[a-zA-Z0-9_-]{1,128}")
 _SCHEMA = "response_format.json_schema.schema"
 _SCORES = "logprobs", "prompt_logprobs", "return_token_ids", "routed_experts"

@@ -9,11 +9,11 @@ import msgspec
 from pydantic import model_validator
 
 from runtime.output.vectors import embedding
-from serve_app.apis.llama_cpp.answers import LlamaError
+from serve_app.apis.llama_cpp.answers import LlamaOperation
 from serve_app.apis.pooled.endpoint import EmbeddingsEndpoint, PreparedPooling
 from serve_app.apis.pooled.request import EmbeddingRequest
 from serve_app.protocol.answers import encode_json
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.shapes import only
 
 
@@ -39,12 +39,8 @@ class LlamaEmbeddingEndpoint(EmbeddingsEndpoint):
     """Vectors for one text or several, each in its own list."""
 
     paths, request_type = ("/embedding", "/embeddings"), LlamaEmbeddingRequest
-    operation = Operation(
-        "Vectors of texts, in llama.cpp's form",
-        list[LlamaEmbedding],
-        (LlamaEmbeddingRequest,),
-        WHOLE_ANSWERS,
-        error=LlamaError,
+    operation = LlamaOperation(
+        "Vectors of texts, in llama.cpp's form", list[LlamaEmbedding], (LlamaEmbeddingRequest,), WHOLE_ANSWERS
     )
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:

@@ -9,11 +9,11 @@ import msgspec
 from pydantic import model_validator
 
 from runtime.output.vectors import embedding
-from serve_app.apis.ollama.answers import OllamaError
+from serve_app.apis.ollama.answers import OllamaOperation
 from serve_app.apis.pooled.endpoint import EmbeddingsEndpoint, PreparedPooling
 from serve_app.apis.pooled.request import EmbeddingRequest
 from serve_app.protocol.answers import encode_json
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS
 
 
 class OllamaEmbeddings(msgspec.Struct):
@@ -57,8 +57,8 @@ class OllamaEmbedEndpoint(EmbeddingsEndpoint):
     """Vectors of one text or several."""
 
     paths, request_type = ("/api/embed",), OllamaEmbedRequest
-    operation = Operation(
-        "Vectors of texts, in Ollama's form", OllamaEmbeddings, (OllamaEmbedRequest,), WHOLE_ANSWERS, error=OllamaError
+    operation = OllamaOperation(
+        "Vectors of texts, in Ollama's form", OllamaEmbeddings, (OllamaEmbedRequest,), WHOLE_ANSWERS
     )
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
@@ -72,12 +72,8 @@ class OllamaEmbeddingEndpoint(EmbeddingsEndpoint):
     """The vector of one text."""
 
     paths, request_type = ("/api/embeddings",), OllamaEmbeddingRequest
-    operation = Operation(
-        "The vector of a text, in Ollama's form",
-        OllamaEmbedding,
-        (OllamaEmbeddingRequest,),
-        WHOLE_ANSWERS,
-        error=OllamaError,
+    operation = OllamaOperation(
+        "The vector of a text, in Ollama's form", OllamaEmbedding, (OllamaEmbeddingRequest,), WHOLE_ANSWERS
     )
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:

@@ -201,17 +201,9 @@ class ResponsesRequest(SamplingFields):
 _BLANK_CHAT = ResponsesChat.model_construct()
 
 # Fields with the same name and meaning in a chat.
+_OTHERS = """
+    stream stream_options n response_format prompt_logprobs return_token_ids return_prompt_token_ids detokenize
+    routed_experts"""
 _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
-    SamplingFields.model_fields.keys()
-    - {
-        "stream",
-        "stream_options",
-        "n",
-        "response_format",
-        "prompt_logprobs",
-        "return_token_ids",
-        "return_prompt_token_ids",
-        "detokenize",
-        "routed_experts",
-    }
+    SamplingFields.model_fields.keys() - set(_OTHERS.split())
 )
