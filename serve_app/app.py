@@ -1,7 +1,6 @@
 """The Serve application: `serve run callboard.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
 
-No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
-"""
+No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time."""
 
 import logging
 from collections.abc import Sequence

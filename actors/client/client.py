@@ -1,8 +1,7 @@
 """RolloutClient: an application's engines for another job in the same Ray.
 
 The client is itself a front (actors/front): it opens a socket to each engine and sends token ids. An engine sends
-it one frame a step for all its streams. So tokens use neither HTTP nor Ray calls, and streams outlive engines (C8).
-"""
+it one frame a step for all its streams. So tokens use neither HTTP nor Ray calls, and streams outlive engines (C8)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """An engine's step loop: takes requests from the links, runs the steps of the EngineCore, and replaces lost runners.
 
-A plain class with a thread, without Ray. `actors/engine/actor.py` is its Ray shell.
-"""
+A plain class with a thread, without Ray. `actors/engine/actor.py` is its Ray shell."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ class EngineMetrics:
     """An engine's own figures, counted by its step thread, and the sum of its fronts' reports.
 
     Once a step, in this order: before_submit, submitted, before_collect, collected, emitted. A step gives one token to
-    each row. All rows with a token in the step before share one latency, so the cost is per step, not per token.
-    """
+    each row. All rows with a token in the step before share one latency, so the cost is per step, not per token."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, num_restarts: int) -> None:
         self._cache_config = {  # other projects' routers read the first two

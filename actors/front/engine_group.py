@@ -2,8 +2,7 @@
 
 A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses. When its engine is
 lost, frozen or draining, it moves to another one with its received tokens, or waits for one. Noise by position makes
-the continuation the same (C4, C8). With one engine, prompts are not hashed and caches are not followed.
-"""
+the continuation the same (C4, C8). With one engine, prompts are not hashed and caches are not followed."""
 
 from __future__ import annotations
 

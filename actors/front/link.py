@@ -2,8 +2,7 @@
 
 A link is usable from the engine's first Status on. It is lost when its connection ends, or when the engine answers no
 heartbeat. Its group (`engine_group.py`) then moves the streams: a stream holds everything that another engine needs to
-continue it (C8).
-"""
+continue it (C8)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ the engine for a session or a new prefix without messages, and a block that ever
 alone. Requests that this front has sent count until the engine's own figures include them.
 
 Colocated prompts, such as a reranker's, arrive many at a time with one common prefix, which no engine holds yet. They
-follow the first one while its engine can compute all its tokens in one step.
-"""
+follow the first one while its engine can compute all its tokens in one step."""
 
 from __future__ import annotations
 

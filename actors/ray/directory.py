@@ -8,8 +8,7 @@ cluster, so a front reads it only with a reason, and then once a second for a wh
     an announcement has been lost   no read for 30 s
 
 A name appears before its engine is ready, and `open_link` then waits for the engine itself. The list is unavailable
-while Ray's head node is away. Then no actor can start, and open links do not use Ray.
-"""
+while Ray's head node is away. Then no actor can start, and open links do not use Ray."""
 
 from __future__ import annotations
 

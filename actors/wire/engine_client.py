@@ -106,8 +106,7 @@ class EngineClient(Protocol):
         """Yield new output until one has a finish reason. Closing the generator aborts the request.
 
         Outputs that queue while the consumer is busy arrive merged into one.
-        Raises EngineRefusal if the request is refused, and CallboardError if it fails otherwise.
-        """
+        Raises EngineRefusal if the request is refused, and CallboardError if it fails otherwise."""
         ...
 
     def abort(self, request_id: str) -> None:

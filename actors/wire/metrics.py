@@ -7,8 +7,7 @@
 
 Only an engine's process holds its totals. So every front can return them, and the counts that a front has reported
 survive its end. A new engine begins at zero, like any exporter after a restart. Names, types and buckets are
-vLLM's where vLLM has the metric.
-"""
+vLLM's where vLLM has the metric."""
 
 from __future__ import annotations
 

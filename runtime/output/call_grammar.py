@@ -3,8 +3,7 @@
 forced          the prompt ends with a call's opening; the output continues it
 or JSON         the output is a JSON answer or calls
 at the start    a text without a mark that begins like a call is one
-after a mark    calls follow a mark, anywhere in the text
-"""
+after a mark    calls follow a mark, anywhere in the text"""
 
 from __future__ import annotations
 

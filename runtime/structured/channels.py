@@ -10,8 +10,7 @@ A turn follows `<|start|>assistant` of its prompt. Every other message has this 
     final       <|channel|>final<|message|>TEXT<|return|>
 
 A call's recipient may also stand before its channel, and its type may be ` json`. A call that ends with `<|end|>` is
-followed by another one. A text never spells out a mark.
-"""
+followed by another one. A text never spells out a mark."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Compiles the grammar of a request into the form that the engines take, and applies every limit.
 
-`compiled` can take long and much memory for a hostile grammar, so it runs in a child process (compiler.py).
-"""
+`compiled` can take long and much memory for a hostile grammar, so it runs in a child process (compiler.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rules for lists and objects within arguments that are written one by one, in the format's own notation.
 
-Gemma 4 writes `[<|"|>a<|"|>]` and `{b:1}`, without spaces.
-"""
+Gemma 4 writes `[<|"|>a<|"|>]` and `{b:1}`, without spaces."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A language has two spellings in an output: plain, or between the quotes of a JSON string. In a JSON string each
 character has exactly one form (`\\n` is an escape, `é` stands for itself), so lengths and patterns count characters.
-The written expressions use the Rust syntax that llguidance and outlines-core share.
-"""
+The written expressions use the Rust syntax that llguidance and outlines-core share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Rules over terminals: the form between every reader and the two engines.
 
 `lark` writes rules for llguidance; they may recurse, and terminals may intersect. `expression` writes the same language
-as one regular expression for outlines-core, where there is one.
-"""
+as one regular expression for outlines-core, where there is one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Structural tags: free text with regions that follow grammars, as XGrammar, vLLM and SGLang write them.
 
 Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in its own
-format, and the tag's `end`. Free text follows again.
-"""
+format, and the tag's `end`. Free text follows again."""
 
 from __future__ import annotations
 

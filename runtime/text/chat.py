@@ -1,8 +1,7 @@
 """Chat templates: a model's own Jinja program that turns messages into its prompt.
 
 `transformers`' chat_template_utils.py is the de facto specification of what a template sees. A
-template's output shows the model's formats, so `tool_format` and `thinks` are derived from it.
-"""
+template's output shows the model's formats, so `tool_format` and `thinks` are derived from it."""
 
 from __future__ import annotations
 

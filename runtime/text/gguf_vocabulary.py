@@ -6,8 +6,7 @@
     "gemma4"               sentencepiece's BPE     with merges in the file
     "t5"                   sentencepiece's unigram
 
-Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp).
-"""
+Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp)."""
 
 from __future__ import annotations
 

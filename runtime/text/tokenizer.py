@@ -2,8 +2,7 @@
 
 The `tokenizers` package does the work. Two parts are our own: reading a vocabulary from a GGUF file
 (gguf_vocabulary.py), and the exact bytes of each token (pieces.py). Incremental detokenization, logprobs and grammars
-use these bytes.
-"""
+use these bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Each API's limits and words.
 
 All APIs' requests are checked as chats or completions, and errors name a chat's fields. A dialect has the limits that
-an API documents, and its own names for these fields.
-"""
+an API documents, and its own names for these fields."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The front without HTTP: API requests to engine requests, and the engine's tokens to text.
 
 Service is a plain class over an EngineClient, so tests run it without Ray. An API request becomes a `PreparedRequest`,
-and its run yields lists of `Delta`.
-"""
+and its run yields lists of `Delta`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The lexer takes the longest terminal. Terminal `b` is ambiguous next to terminal `a` if it can continue a text of `a`
 with a byte that may also follow `a` in the grammar. The lexer then never ends `a` there. FIRST and FOLLOW sets of
 terminals decide this, as for LL(1) parsers. Sets of bytes and terminals are bit masks. The
-analysis errs on the safe side: it assumes that any two terminals may be possible at the same point.
-"""
+analysis errs on the safe side: it assumes that any two terminals may be possible at the same point."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The steps:
 
 1. Find the rules without recursion. Each becomes a pattern; a loop at one end of a rule is rewritten as a repetition.
 2. Write the other rules. Each largest part without references becomes one terminal: the fewer, the faster.
-3. While a terminal is ambiguous (ambiguity.py), split it into terminals of its parts. Single characters never are.
-"""
+3. While a terminal is ambiguous (ambiguity.py), split it into terminals of its parts. Single characters never are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Grammars in EBNF, as llama.cpp (GBNF), SGLang and XGrammar write it: `name ::= ...`, beginning with `root`.
 
-A grammar describes its texts character by character. Any way to derive a text counts.
-"""
+A grammar describes its texts character by character. Any way to derive a text counts."""
 
 from __future__ import annotations
 

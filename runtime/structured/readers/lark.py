@@ -2,8 +2,7 @@
 
 llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens, inline
 JSON Schemas and a rule's attributes other than `capture` and `max_tokens`. Priorities, `!` before a rule, `capture` and
-an empty `%llguidance {}` become spaces: they change no text.
-"""
+an empty `%llguidance {}` become spaces: they change no text."""
 
 from __future__ import annotations
 

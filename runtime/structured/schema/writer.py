@@ -9,8 +9,7 @@ rule. Every output is valid. These freedoms of JSON are left out:
     - a schema without `type` has the one type that all its keywords are about, if there is one
     - white space is at most one space after each "," and ":"; a grammar allows some at its end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
-    - with `uniqueItems`, an enum of more than six values keeps its order
-"""
+    - with `uniqueItems`, an enum of more than six values keeps its order"""
 
 from __future__ import annotations
 

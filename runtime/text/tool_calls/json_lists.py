@@ -10,8 +10,7 @@
     GIGACHAT    <|message_sep|>\\n\\nfunction call<|role_sep|>\\n{…}         GigaChat 3
     GIGACHAT31  <|function_call|>{…}                                        GigaChat 3.1
 
-One parser reads all of them.
-"""
+One parser reads all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Calls of Mistral's models. Their template and tokenizer have the same version.
 
 MISTRAL      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, {…}]        up to v7
-MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral
-"""
+MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The requests of /v1/messages and /v1/messages/count_tokens, and their translation to chats.
 
-The chat's model checks the values.
-"""
+The chat's model checks the values."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Each request in a batch goes through this process's routes with the lowest priority. The results files record
 the answered requests: a front that resumes a batch sends the requests without a result. A front's memory for a batch
-is constant, except for a byte for each request.
-"""
+is constant, except for a byte for each request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-The chat's model checks the values.
-"""
+The chat's model checks the values."""
 
 from __future__ import annotations
 
