@@ -36,7 +36,7 @@ from actors.wire.weight_calls import (
     Start,
     WeightCall,
 )
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.plain_values import integer, integers, is_integer, text
 from runtime.base.reports import Experts, PromptScores, one_of
 from runtime.base.types import CallboardError, RequestOutput, SamplingParams

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.base.config import MAX_DRAFT_TOKENS, EngineConfig
+from runtime.base.config import EngineConfig
 from runtime.base.shard import Shard
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState
