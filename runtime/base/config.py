@@ -77,8 +77,7 @@ class EngineConfig:
     revision: str | None = setting(None, "the hub revision (branch, tag or commit) to load")
     generation_config: Literal["auto", "none"] = setting(
         "auto",
-        "sampling of requests that leave it open: auto uses generation_config.json (temperature, top_p, top_k, min_p, "
-        "repetition_penalty), none uses OpenAI's defaults",
+        "sampling of requests that leave it open: auto uses generation_config.json, none uses OpenAI's defaults",
     )
     chat_template: str | None = setting(
         None, "file with a chat template (Jinja) in place of the model's own, at this path on every node"
