@@ -26,7 +26,7 @@ from runtime.base.pooling import POOLED, required_pooling
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess
-from runtime.core.requests import choices_of
+from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve, resolve_adapter
@@ -386,7 +386,7 @@ class LLM:
                 raise invalid(asked.field, str(e)) from e
         choices = []
         length = len(ids) if prompt_len is None else prompt_len
-        for request in choices_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
+        for request in requests_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

@@ -40,7 +40,7 @@ from runtime.base.model_info import ModelInfo
 from runtime.base.plain_values import integer, integers, is_integer, text
 from runtime.base.reports import Experts, PromptScores, one_of
 from runtime.base.types import CallboardError, Request, RequestOutput, SamplingParams
-from runtime.core.requests import SEED_MASK, choices_of
+from runtime.core.requests import SEED_MASK, requests_of
 
 Prompt = Sequence[int]
 
@@ -233,7 +233,7 @@ class RolloutClient:
                 if prompt_len is not None and not error:
                     length = integer(prompt_len, f"prompt_lens[{index}]", 1, length)
                 request = replace(shared, token_ids=token_ids, prompt_len=length, params=prompt_params)
-                yield [Job(each, index, i, error) for i, each in enumerate(choices_of(request, names, n))]
+                yield [Job(each, index, i, error) for i, each in enumerate(requests_of(request, names, n))]
 
         return jobs()
 

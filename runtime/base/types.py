@@ -168,7 +168,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a front submits it. `requests.choices_of` resolves its seed.
+    """One request as a front submits it. `requests.requests_of` resolves its seed.
 
     `token_ids` holds the prompt. If a stream is resumed after an engine's death, the delivered output follows there.
     `prompt_len` marks where the output begins, so positions, penalties and limits are as in the first try (C8).

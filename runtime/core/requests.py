@@ -13,7 +13,7 @@ SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # bits in random seeds: every client reads such a number exactly, also JavaScript
 
 
-def choices_of(request: Request, names: Iterator[str], num_choices: int = 1) -> list[Request]:
+def requests_of(request: Request, names: Iterator[str], num_choices: int = 1) -> list[Request]:
     """Return a request for each choice of a prompt, like `request` but with its own name and seed.
 
     Without a seed in its parameters the seed is random. Tokens after its prompt are an output, which `prompt_logprobs`

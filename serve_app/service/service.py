@@ -20,7 +20,7 @@ from runtime.background import in_background
 from runtime.base.config import EngineConfig
 from runtime.base.reports import Vector, one_of
 from runtime.base.types import CallboardError, FinishReason, Request
-from runtime.core.requests import choices_of
+from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
@@ -263,7 +263,7 @@ class Service:
                 prediction=prompts.prediction,
                 min_weight_version="" if version is None else str(version),
             )
-            requests += choices_of(one, names, request.n or 1)
+            requests += requests_of(one, names, request.n or 1)
         stops = StopStrings(params.stop) if params.stop else None
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
         if (keep_s := request.keep_s() if self.sleep.is_allowed else None) is not None:

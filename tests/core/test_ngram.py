@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.base.types import Request, SamplingParams
 from runtime.core.request_state import RequestState
-from runtime.core.requests import choices_of
+from runtime.core.requests import requests_of
 from runtime.speculation import ngram
 from runtime.speculation.ngram import OWN_COST, STEP_WORK, TEXT_COST, Ngram
 from tests.support.examples import examples
@@ -36,7 +36,7 @@ _names = map(str, itertools.count())
 
 
 def states_of(prompt: list[int], prediction: Sequence[int] = (), count: int = 1) -> list[RequestState]:
-    requests = choices_of(
+    requests = requests_of(
         Request("", prompt, len(prompt), SamplingParams(), prediction=tuple(prediction)), _names, count
     )
     return [RequestState(r, array("i", r.token_ids), 1 << 30, frozenset(), (0, 0, 0)) for r in requests]

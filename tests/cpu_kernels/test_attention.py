@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.attention.output_gate import gate_output_torch
+from runtime.kernels.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.cpu.attention.attention import attention
 from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
-from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.cached_rows import Layer, rows_of
 from tests.support.kernels.compiled import call, targets

@@ -11,9 +11,9 @@ from runtime.base.arrays import Int32s
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_torch, plan_attention
 from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.stored_kv import store_kv_torch
+from runtime.kernels.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.cpu.attention.attention import attention
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
-from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.llvm.compiler import Target
 from tests.support.kernels.compiled import call
 
