@@ -1,23 +1,17 @@
 """Compiled attention: its values, a token's bits in any batch, and the isolation of faults."""
 
-import re
 from dataclasses import replace
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.attention.output_gate import gate_output_torch
-from runtime.kernels.cpu.attention.attention import attention
-from runtime.kernels.cpu.attention.gate_output import gate_output
-from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
+from runtime.kernels.cpu.attention.stored_numbers import LANES
 from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
-from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.cached_rows import Layer, rows_of
-from tests.support.kernels.compiled import call, targets
+from tests.support.kernels.compiled import targets
 
 LAYERS = {
     "float32": Layer(),
@@ -127,27 +121,3 @@ def test_tiles_cover_each_token_once():
     each = zip(starts, counts, rows, strict=True)
     want = [(row, start + i) for start, count, row in each for i in range(count)]
     assert [covered[token] for token in range(len(covered))] == want
-
-
-def test_code_for_arm_compiles():
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    form = KVForm(torch.float32, 64, 16)
-    text = assembly(attention, target, form=form, group=3, window=0, soft_cap=0.0, has_sinks=False, max_heads=3)
-    assert "fmla" in text
-    assert set(re.findall(r"\tbl\t(\w+)", text)) <= {"memset", "memcpy"}
-
-
-@given(columns=st.integers(1, 70), parts=st.integers(1, 3), seed=st.integers(0, 99))
-@settings(max_examples=12)
-def test_gate_equals_that_of_the_twin(columns, parts, seed):
-    both = torch.randn(5, 2 * columns, generator=torch.Generator().manual_seed(seed))
-    out, gate = both[:, :columns].contiguous(), both[:, columns:]
-    want = gate_output_torch(out.clone(), gate)
-    results = []
-    for target in targets():
-        results.append(out.clone())
-        call(gate_output, (results[-1], gate, 5, columns, gate.stride(0)), target, parts)
-    torch.testing.assert_close(results[0], want)
-    assert all(torch.equal(results[0], other) for other in results[1:])

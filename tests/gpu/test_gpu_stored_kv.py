@@ -3,19 +3,9 @@
 import pytest
 import torch
 
-from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
-from runtime.kernels.attention.rope import (
-    HeadForm,
-    rope_rows_torch,
-    rope_rows_triton,
-    rope_store_kv_torch,
-    rope_store_kv_triton,
-    rope_table,
-)
-from runtime.kernels.attention.stored_kv import dequantize_kv
 from tests.support.kernels.attention_cases import check, encoded, every_fp8, paged_case, rows_of, sinks_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -74,31 +64,6 @@ def test_every_stored_value(code, attend):
     got = attend(q, kv, rows, AttentionForm(1.0), scales.cuda())[:, 0].double()
     want = (finite.double() / 64).sigmoid().cuda()
     torch.testing.assert_close(got, want, rtol=5e-3, atol=1e-4)
-
-
-@KINDS
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (6, 2, 80)])
-def test_stored_values(heads, qk_norm, kind):
-    num_heads, kv_heads, dim = heads
-    torch.manual_seed(0)
-    qkv = (
-        torch.randn(200, num_heads + 2 * kv_heads, dim, device="cuda")
-        * torch.logspace(-4, 2.5, 200).cuda()[:, None, None]
-    )
-    qkv[7] = 0
-    form = HeadForm("qkv", *torch.rand(2, dim, device="cuda"), 1e-6) if qk_norm else HeadForm()
-    table = rope_table(RopeSpec(), dim, 256, torch.float32).cuda()
-    positions = torch.arange(200, dtype=torch.int32, device="cuda")
-    index, caches = torch.randperm(256, device="cuda")[:200].int(), []
-    for store, rows in ((rope_store_kv_triton, rope_rows_triton), (rope_store_kv_torch, rope_rows_torch)):
-        kv, scales = encoded(kind, torch.ones(2, kv_heads, 16, 16, dim, device="cuda"))
-        store(qkv.clone(), rows(table, positions), kv, index, form, scales)
-        caches.append(dequantize_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
-    got, want = caches
-    allowed = want.abs() / 8 + 1e-3 if kind == "fp8" else want.abs().amax(-1, keepdim=True) / 100 + 1e-5
-    assert ((got - want).abs() <= allowed).all()
-    assert (got != want).float().mean() < 0.02
 
 
 @KINDS
