@@ -48,23 +48,26 @@ class Backend(NamedTuple):
     def draw(self, seed: int = 0, wide: bool = False) -> Draw:
         return Draw(self.dtype, self.device, seed, wide, int32=self.name == "triton")
 
+    @property
+    def place(self) -> str:
+        return "cuda" if self.device == "cuda" else self.name
+
     def takes(self, case: Case) -> bool:
-        place = "cuda" if self.device == "cuda" else self.name
-        return place in case.on.split() and self.dtype in case.near and self.implements(case.operation)
+        return self.place in case.on.split() and self.dtype in case.near and self.implements(case.operation)
 
     @contextmanager
     def kernels(
         self, case: Case, deterministic: bool = True, target: Target | None = None, parts: int = 1
     ) -> Iterator[Kernels]:
         """Its functions. `target` and `parts` are of compiled kernels."""
-        references = functions("triton" if self.name == "triton" else "torch", case, deterministic)
+        references = functions(self.name, case, deterministic)
         if self.name != "llvm":
             if self.device == "cuda":
                 torch.cuda.synchronize()  # a kernel may start before the previous one has ended
             yield references
             return
         with _compiled(case.activation, case.gated, _PartsLauncher(target, parts)) as compiled:
-            yield references | compiled
+            yield Functions("llvm", deterministic, references | compiled)
 
 
 BACKENDS = [
@@ -87,13 +90,22 @@ BACKENDS = [
 ]
 
 
-def functions(backend: str, case: Case, deterministic: bool) -> dict[Operation[..., Any], Any]:
-    """All operations in torch or Triton."""
+class Functions(dict[Operation[..., Any], Any]):
+    """A backend's function of each operation."""
+
+    def __init__(self, name: str, deterministic: bool, functions: Kernels) -> None:
+        super().__init__(functions)
+        self.name, self.deterministic = name, deterministic
+
+
+def functions(name: str, case: Case, deterministic: bool) -> Functions:
+    """All operations: as `reference`, in torch or in Triton."""
+    backend = "triton" if name == "triton" else "torch"
     settings = {
         "deterministic": deterministic, "by_head": False, "activation": case.activation, "gated": case.gated,
         "product": partial(cpu_product, bias=None, packed=False, deterministic=True) if backend == "torch" else None,
     }  # fmt: skip
-    return {each: each.implementation(backend, settings) for each in operations.OPERATIONS}
+    return Functions(name, deterministic, {e: e.implementation(backend, settings) for e in operations.OPERATIONS})
 
 
 class _PartsLauncher(Launcher):
@@ -102,6 +114,10 @@ class _PartsLauncher(Launcher):
     def __init__(self, target: Target | None = None, parts: int = 1) -> None:
         super().__init__()
         self._target, self._parts = target, parts
+
+    @property
+    def pool(self) -> Any:
+        return SimpleNamespace(num_threads=self._parts)
 
     def launch(self, function: Any, arguments: Any, parts: int) -> None:
         call(function[0], tuple(arguments), self._target, self._parts, **function[1])

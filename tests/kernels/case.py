@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ class Draw:
     def __init__(
         self, dtype: torch.dtype, device: str = "cpu", seed: int = 0, wide: bool = False, int32: bool = False
     ) -> None:
-        self.dtype, self.device, self.wide = dtype, device, wide
+        self.dtype, self.device, self.seed, self.wide = dtype, device, seed, wide
         self.integer = torch.int32 if int32 else torch.int64
         self.generator = torch.Generator().manual_seed(seed)
         self._gaps: Outputs = []
@@ -62,10 +62,10 @@ class Draw:
 
 
 def closely(got: Outputs, want: Outputs, dtype: torch.dtype, near: float) -> None:
-    """Each element, relative to its tensor's largest."""
+    """Each element, relative to its tensor's largest, which counts as at least 0.001."""
     for a, b in zip(got, want, strict=True):
         finite = b[b.isfinite()].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
+        largest = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
         torch.testing.assert_close(a.double(), b.double(), rtol=near, atol=near * largest, equal_nan=True)
 
 
@@ -86,33 +86,42 @@ class Case:
     activation: str = "silu"
     gated: bool = True
     on: str = "torch triton llvm cuda"  # cuda alone: too large for the interpreter
-    spoils: int | None = 0  # the argument that may hold a NaN or an infinity
+    # Arguments, or functions that spoil them: each may hold a NaN or an infinity.
+    faults: Sequence[int | Callable[[Sequence[Any], float], None]] = (0,)
+    bits_on: str = "torch triton llvm cuda"  # where a token has the same bits in any call
+    parts: Callable[[Sequence[Any]], Iterable[tuple[slice | list[int], Sequence[Any]]]] | None = (
+        None  # in place of single tokens
+    )
 
     @property
     def title(self) -> str:
         """The operation and its kind, without sizes."""
-        return re.split(r" [\d(]", self.name)[0]
+        return re.split(r" [\d(\[]", self.name)[0]
+
+    def kept(self, arguments: Sequence[Any]) -> Outputs:
+        """The arguments that the operation changes."""
+        return self.read(*arguments) if self.read else [arguments[i] for i in self.written]
 
     def run(self, kernels: Kernels, arguments: Sequence[Any]) -> Outputs:
         """The result, then the arguments that changed."""
         call = self.call or (lambda kernels, *arguments: kernels[self.operation](*arguments))
         result = call(kernels, *arguments)
-        kept = self.read(*arguments) if self.read else [arguments[i] for i in self.written]
-        return [x.clone() for x in ([] if result is None else [result]) + kept]
+        return [x.clone() for x in ([] if result is None else [result]) + self.kept(arguments)]
 
-    def spoilt(self, draw: Draw, fault: float | None) -> Sequence[Any]:
-        """The operands; a number of the second token, if there is one, is a NaN or an infinity."""
-        arguments = self.arguments(draw)
-        if fault is not None and self.spoils is not None and len(x := arguments[self.spoils]):
-            x[(min(1, len(x) - 1), *(min(5, size - 1) for size in x.shape[1:]))] = fault
-        return arguments
+    def spoil(
+        self, arguments: Sequence[Any], fault: int | Callable[[Sequence[Any], float], None], value: float
+    ) -> None:
+        """Put a number that is not finite in the second token, if there is one."""
+        if callable(fault):
+            fault(arguments, value)
+        elif len(x := arguments[fault]):
+            x[(min(1, len(x) - 1), *(min(5, size - 1) for size in x.shape[1:]))] = value
 
-    def alone(self, kernels: Kernels, arguments: Sequence[Any]) -> Outputs:
-        """The outputs if each token is a call of its own."""
-        results = []
+    def calls(self, arguments: Sequence[Any]) -> Iterable[tuple[slice | list[int], Sequence[Any]]]:
+        """Calls with a part of the tokens each."""
+        if self.parts is not None:
+            yield from self.parts(arguments)
+            return
         for i in range(len(arguments[self.tokens[0]])):
-            own = [x[i : i + 1] if at in self.tokens else x for at, x in enumerate(arguments)]
-            outputs = self.run(kernels, own)
-            results.append(outputs[: len(outputs) - len(self.read(*arguments) if self.read else self.written)])
-        kept = self.read(*arguments) if self.read else [arguments[i] for i in self.written]
-        return [torch.cat(parts) for parts in zip(*results, strict=True)] + [x.clone() for x in kept]
+            own = slice(i, i + 1)
+            yield own, [x[own] if at in self.tokens else x for at, x in enumerate(arguments)]

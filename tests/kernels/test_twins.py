@@ -1,16 +1,18 @@
 """Each operation's cases on each backend: values, a token's bits in any step, instruction sets, and faults."""
 
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, product
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.backends import BACKENDS, Backend, functions
-from tests.kernels.case import Case, Draw, Outputs
-from tests.kernels.cases import rows, stores
+from tests.kernels.case import Case, Outputs
+from tests.kernels.cases import attention, rows, stores
 from tests.support.kernels.compiled import targets
 
-CASES = [*rows.CASES, *stores.CASES]
+CASES = [*rows.CASES, *stores.CASES, *attention.CASES]
 
 
 def each(*names: str, when=lambda case: True):
@@ -38,9 +40,9 @@ def each(*names: str, when=lambda case: True):
     return decorate
 
 
-def expected(case: Case, draw: Draw, fault: float | None = None) -> Outputs:
+def expected(case: Case, arguments: Sequence[Any]) -> Outputs:
     """The reference's outputs."""
-    return case.run(functions("torch", case, False), case.spoilt(draw, fault))
+    return case.run(functions("reference", case, False), arguments)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -53,27 +55,32 @@ def assert_equal_bits(got: Outputs, want: Outputs) -> None:
 
 @each("torch", "triton", "llvm")
 def test_values_equal_the_reference(case: Case, backend: Backend):
-    for seed in range(3 if backend.name == "llvm" else 1):
-        exact = backend.name == "llvm" and case.llvm_is_exact
-        want = expected(case, backend.draw(seed, wide=not exact))
-        for deterministic in (False, True):
-            draw = backend.draw(seed)
-            with backend.kernels(case, deterministic, parts=1 + 2 * seed) as kernels:
-                got = case.run(kernels, case.arguments(draw))
-            draw.check_gaps()
-            assert got[0].dtype == backend.dtype
-            if exact:
-                assert_equal_bits(got, want)
-            else:
-                case.compare(got, want, backend.dtype, case.near[backend.dtype])
+    is_compiled = backend.name == "llvm"
+    for seed, deterministic in [(seed, True) for seed in range(6)] if is_compiled else [(0, False), (0, True)]:
+        exact = is_compiled and case.llvm_is_exact
+        want = expected(case, case.arguments(backend.draw(seed, wide=not exact)))
+        draw = backend.draw(seed)
+        with backend.kernels(case, deterministic, parts=1 + seed) as kernels:
+            got = case.run(kernels, case.arguments(draw))
+        draw.check_gaps()
+        assert got[0].dtype == backend.dtype
+        if exact:
+            assert_equal_bits(got, want)
+        else:
+            case.compare(got, want, backend.dtype, case.near[backend.dtype])
 
 
 @each("torch", "triton", "llvm")
-def test_a_token_has_the_same_bits_alone(case: Case, backend: Backend):
-    with backend.kernels(case) as kernels:
-        whole = case.run(kernels, case.arguments(backend.draw()))
-        if len(whole[0]):
-            assert_equal_bits(case.alone(kernels, case.arguments(backend.draw())), whole)
+def test_a_token_has_the_same_bits_in_any_call(case: Case, backend: Backend):
+    if backend.place not in case.bits_on:
+        return
+    for seed in range(3 if backend.name == "llvm" else 1):
+        with backend.kernels(case, parts=1 + 2 * seed) as kernels:
+            whole, arguments = case.run(kernels, case.arguments(backend.draw(seed))), case.arguments(backend.draw(seed))
+            for own, part in case.calls(arguments):
+                assert_equal_bits(case.run(kernels, part)[:1], [whole[0][own]])
+            kept = case.kept(arguments)
+            assert_equal_bits(kept, whole[len(whole) - len(kept) :])
 
 
 @each("llvm")
@@ -86,14 +93,21 @@ def test_instruction_sets_give_the_same_bits(case: Case, backend: Backend):
         assert_equal_bits(other, outputs[0])
 
 
-@each("triton", "llvm", when=lambda case: case.spoils is not None)
+@each("triton", "llvm", when=lambda case: bool(case.faults))
 def test_faults_stay_with_their_token(case: Case, backend: Backend):
     """What the reference does not change is unchanged. What it leaves not finite is not finite."""
-    for value in (torch.nan, torch.inf, -torch.inf):
-        before, after = expected(case, backend.draw(wide=True)), expected(case, backend.draw(wide=True), value)
-        with backend.kernels(case) as kernels:
-            clean, spoilt = (case.run(kernels, case.spoilt(backend.draw(), own)) for own in (None, value))
-        for own, other, old, new in zip(spoilt, clean, before, after, strict=True):
-            same = (old == new) | (old.isnan() & new.isnan())
-            assert torch.equal(own[same].nan_to_num(7.0), other[same].nan_to_num(7.0)), value
-            assert torch.equal(own.isfinite(), new.isfinite()), value
+
+    def run(fault: Any, value: float | None, wide: bool) -> Outputs:
+        arguments = case.arguments(backend.draw(wide=wide))
+        if value is not None:
+            case.spoil(arguments, fault, value)
+        return expected(case, arguments) if wide else case.run(kernels, arguments)
+
+    with backend.kernels(case) as kernels:
+        before, clean = run(None, None, True), run(None, None, False)
+        for fault, value in product(case.faults, (torch.nan, torch.inf, -torch.inf)):
+            outputs = zip(run(fault, value, False), clean, run(fault, value, True), before, strict=True)
+            for own, other, new, old in outputs:
+                same = (old == new) | (old.isnan() & new.isnan())
+                assert torch.equal(own[same].nan_to_num(7.0), other[same].nan_to_num(7.0)), (fault, value)
+                assert torch.equal(own.isfinite(), new.isfinite()), (fault, value)

@@ -39,7 +39,7 @@ def adapters(sizes: tuple[int, ...], size_in: int, num_rows: int, rank: int = 5,
 
     near = {dtype: 4 * near for dtype, near in Case("", ops.SOFT_CAP, lambda draw: ()).near.items()}
     name = f"adapters {num_rows} x {sizes} {size_in}"
-    return Case(name, ops.ADD_ADAPTERS, arguments, (0, 1, 2), (0,), call, near=near, spoils=1, **options)
+    return Case(name, ops.ADD_ADAPTERS, arguments, (0, 1, 2), (0,), call, near=near, faults=(1,), **options)
 
 
 CASES = [
@@ -64,7 +64,7 @@ CASES = [
     ),
     *sized(
         "output gate", ops.GATE_OUTPUT, lambda d, n, size: (d.randn(n, size), d.rows(n, size)), WIDTHS, tokens=(0, 1),
-        written=(0,), spoils=1,
+        written=(0,), faults=(1,),
     ),
     *sized("soft cap", ops.SOFT_CAP, lambda d, n, size: (d.rows(n, size, size=9.0), 5.0), WIDTHS),
     *sized("multiply", ops.MULTIPLY, lambda d, n, size: (d.randn(n, size), d.randn(1)[0]), WIDTHS),

@@ -101,7 +101,7 @@ def latent_store(tokens: int, heads: int, rank: int, rope_dim: int, interleaved:
 
     name = f"latent store {tokens} x {heads} {rank}+{rope_dim}{' interleaved' * interleaved}"
     return Case(
-        name, ops.LATENT_STORE, arguments, (0, 1, 3, 4), (0, 5), call, near=NEAR_SUMS, spoils=1,
+        name, ops.LATENT_STORE, arguments, (0, 1, 3, 4), (0, 5), call, near=NEAR_SUMS, faults=(1,),
         on=on or ("triton llvm cuda" if rank % 16 == 0 else "triton cuda"),
     )  # fmt: skip
 

@@ -12,10 +12,7 @@ import torch
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
-from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import attend_rows
-from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
-from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
@@ -31,7 +28,6 @@ from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.encodings import LARGEST_E4M3, SMALLEST_SCALE
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of
 from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
 VALUES = (torch.nan, torch.inf, -torch.inf)
@@ -131,32 +127,6 @@ def check_routing(x: torch.Tensor, value: float) -> None:
         assert ((ids >= 0) & (ids < 12)).all()
 
 
-def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
-    """A key or a value that is not finite spoils the rows that see it."""
-    spans = [(20, 1), (37, 1), (5, 1)] if kind.startswith("decode") else [(20, 3), (30, 8), (0, 4)]
-    attend = decode_attention if kind.startswith("decode") else prefill_attention
-    q, clean, rows = paged_case(spans, (4, 2, 64), dtype=x.dtype, device=str(x.device))
-    block = int(rows.tables[rows.slots[1], 0])
-    edges = rows.q_starts.tolist()
-    for part in (0, 1):
-        spoilt = clean.clone()
-        spoilt[part, :, block, 3, 0] = value
-        for deterministic in (False, True):
-            outs = []
-            for kv in (clean, spoilt):
-                kv, scales = encoded("int8", kv) if kind.endswith("int8") else (kv, None)
-                sinks = sinks_of(4, str(x.device)) if kind.endswith("sinks") else None
-                form = AttentionForm(0.125, sinks=sinks)
-                outs.append(attend(q, kv, rows, form, scales, deterministic=deterministic))
-                want = paged_attention_torch(q, kv, rows, form, scales)
-            others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
-            assert torch.equal(outs[1][others], outs[0][others])
-            own, twin = (out[edges[1] : edges[2]] for out in (outs[1], want))
-            if value != value or part:
-                assert torch.equal(own.isfinite(), twin.isfinite())
-                assert not own.isfinite().all(1).any()
-
-
 def check_latents(x: torch.Tensor, value: float) -> None:
     """A latent that is not finite spoils the rows that see it, and no others."""
     sizes = LatentSizes(3, 32, 16)
@@ -216,10 +186,6 @@ CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
     "mixture": lambda x, value: check_mixture(x, value, "dense"),
     "fp8 mixture": lambda x, value: check_mixture(x, value, "fp8"),
     "routing": check_routing,
-    "decode": lambda x, value: check_attention(x, value, "decode"),
-    "decode of int8": lambda x, value: check_attention(x, value, "decode int8"),
-    "decode with sinks": lambda x, value: check_attention(x, value, "decode sinks"),
-    "prefill": lambda x, value: check_attention(x, value, "prefill"),
     "latents": check_latents,
     "samples": check_samples,
 }
