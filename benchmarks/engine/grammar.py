@@ -30,9 +30,9 @@ from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.factory import build_loaded, load
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 
 CORPUS = Path(__file__).parents[2] / "tests" / "data" / "structured_corpus.jsonl"
 

@@ -29,7 +29,7 @@ from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyMatcher
 from runtime.structured.matching.thinking import ThinkingMatcher
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.extras import RunnerParts, TokenMasks
 from runtime.worker.sources import ModelSource
 

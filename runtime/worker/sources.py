@@ -28,8 +28,8 @@ from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import TensorSource
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 
 
 class ModelSource(Protocol):

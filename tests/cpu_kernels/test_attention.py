@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from runtime.kernels.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.cpu.attention.stored_numbers import LANES
-from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
 
 
 def test_tiles_cover_each_token_once():

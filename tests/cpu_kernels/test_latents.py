@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.llvm.launcher import Launcher
 
 BLOCK, NUM_BLOCKS = 16, 24

@@ -20,7 +20,7 @@ from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.ngram import Ngram
 from runtime.structured.grammar import compiled
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.engine.fake_runner import FixedShare, Recorded

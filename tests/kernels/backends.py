@@ -15,10 +15,10 @@ import torch
 
 import tests.support.kernels.interpreter  # noqa: F401
 from runtime.kernels import operations
+from runtime.kernels.cpu_support import obstacle
 from runtime.kernels.linear.linear_torch import cpu_product
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.kernels.llvm.support import obstacle
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.numerics import Numerics

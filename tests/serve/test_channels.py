@@ -11,7 +11,7 @@ from benchmarks.library.channel_model import harmony_tokenizer, problem_of, read
 from runtime.base.config import ModelInfo
 from runtime.base.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from tests.support.http.fake_engine import MODEL, FakeEngine, client_of, events_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")

@@ -153,6 +153,11 @@ class DecoderSpec:
         schemes = self.quantization or {}
         return self.layers[layer].linears(self.hidden_size, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
 
+    def adapted_linears(self, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
+        """A layer's fused maps that may have adapters, with their parts' (out, in) shapes. Experts' maps may not."""
+        expert_maps = ("gate_up", "down") if self.layers[layer].ffn.experts else ()
+        return {name: parts for name, (parts, _) in self.linears(layer).items() if name not in expert_maps}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""
         hidden, has_norm_bias = self.hidden_size, self.norm == "layer"

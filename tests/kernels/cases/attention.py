@@ -12,7 +12,7 @@ import torch
 from runtime.kernels import operations as ops
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, PagedRows, paged_attention_torch
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
+from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from tests.kernels.case import Case, Draw
 from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of, without_dead_blocks
 
