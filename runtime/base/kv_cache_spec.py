@@ -124,11 +124,6 @@ class KVCacheSpec:
         size = -(-largest // unit) * unit
         return tuple(size // group.row_bytes for group in self.groups)
 
-    @property
-    def has_windows(self) -> bool:
-        """True if a group frees blocks of a live request."""
-        return any(group.window is not None for group in self.groups)
-
     def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Return the most blocks that a request with `num_tokens` holds in all groups (KVGroupSpec.most_blocks)."""
         return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in self.groups)

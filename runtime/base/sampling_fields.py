@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 from runtime.base.errors import CallboardError
@@ -141,11 +142,7 @@ class SamplingTable:
         return any(f.effect in effects and getattr(params, f.name) != f.neutral for f in self.fields)
 
 
-_tables: dict[type, SamplingTable] = {}
-
-
+@cache
 def table_of(params: type) -> SamplingTable:
     """Return the table of a class, which is made once."""
-    if (table := _tables.get(params)) is None:
-        table = _tables[params] = SamplingTable(params)
-    return table
+    return SamplingTable(params)
