@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from functools import cache
 from typing import Any
 
 from runtime.base.errors import CallboardError
@@ -142,7 +141,11 @@ class SamplingTable:
         return any(f.effect in effects and getattr(params, f.name) != f.neutral for f in self.fields)
 
 
-@cache
+_tables: dict[type, SamplingTable] = {}
+
+
 def table_of(params: type) -> SamplingTable:
     """Return the table of a class, which is made once."""
-    return SamplingTable(params)
+    if (table := _tables.get(params)) is None:
+        table = _tables[params] = SamplingTable(params)
+    return table
