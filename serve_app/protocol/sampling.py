@@ -200,13 +200,9 @@ class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
             "max_tokens": max_tokens,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": self._bias,
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
-            "logprob_token_ids": tuple(self.logprob_token_ids or ()),
             "seed": None if seed is None else seed & SEED_MASK,
             "logprobs": self.num_logprobs(),
             "prompt_logprobs": self.num_prompt_logprobs(),
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         }
         for names, off in _OFF.items():
             if self.samplers is not None and not any(name in self.samplers for name in names):

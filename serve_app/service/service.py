@@ -248,9 +248,8 @@ class Service:
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
                 check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
-                check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
-                check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
-                check_token_ids("stop_token_ids", params.stop_token_ids, model)
+                for name in ("allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
+                    check_token_ids(name, getattr(params, name), model)
             one = Request(
                 "",
                 prompt,
