@@ -22,13 +22,12 @@ def build_runner(
 ) -> ModelRunner:
     """A runner with all extras. A line can be left out: docs/architecture.md#optional-rooms. See ModelRunner for the
     arguments and the errors."""
-    outputs = [
-        PromptScorer.of,
-        Pooler.of,
-        *([ExpertRecorder.of] if config.routed_experts and not is_draft else []),
-    ]
     extras = RunnerExtras(
-        outputs=outputs,
+        outputs=[
+            PromptScorer.of,
+            Pooler.of,
+            *([ExpertRecorder.of] if config.routed_experts and not is_draft else []),
+        ],
         masks=GrammarState.of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
