@@ -38,7 +38,7 @@ class _Kind(msgspec.Struct, array_like=True):
         return self
 
     def in_plan(self, step: int, num_steps: int) -> Self:
-        """Return one step's report for the result of its plan, whose samples stand row after row."""
+        """Return one step's report for its whole plan, which has all samples row after row."""
         return self
 
     def by_token(self, num_tokens: int) -> Iterator[tuple[int, Self]]:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import GrammarSamples
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import GrammarSamples, all_of
 from runtime.base.types import CallboardError, FinishReason
 from runtime.core.extra import Extra
