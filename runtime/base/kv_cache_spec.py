@@ -65,7 +65,7 @@ class KVGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateGroupSpec:
-    """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
+    """Layers that summarize a request in a state of fixed size (kernels/step/state_rows.py)."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
     channels: int  # convolution channels; their last inputs are kept

@@ -18,6 +18,7 @@ import numpy as np
 
 from runtime.base.arrays import Int32s
 from runtime.base.model_info import ModelInfo
+from runtime.base.reports import GrammarSamples
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.core.plan import NewSlot, StepPlan, StepResult
@@ -66,10 +67,11 @@ class Masks:
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # new outputs with the lazy and the eager engine
     failures: dict[int, str]  # why requests failed (C9), by the number of the row's first sample
-    deferred: Int32s  # first sample numbers of rows that wait for a matcher
+    deferred: list[int]  # first sample numbers of rows that wait for a matcher
 
     def report(self, result: StepResult) -> None:
-        result.begun, result.failures, result.deferred = self.begun, self.failures, self.deferred
+        if self.deferred or self.failures or any(self.begun):
+            result.reports.append((-1, GrammarSamples(self.deferred, self.failures, self.begun)))
 
 
 class GrammarState:
@@ -188,7 +190,7 @@ class GrammarState:
             automata=self._automata,
             begun=_begun(new),
             failures={row.first: row.output.failure for row in rows if row.output.failed},
-            deferred=np.array([row.first for row in rows if row.waits], np.int32),
+            deferred=[row.first for row in rows if row.waits],
         )
 
     def _without_failed(self, rows: list[_Row]) -> list[_Row]:

@@ -11,7 +11,7 @@ from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule import delta_rule_triton
-from runtime.kernels.states.state_rows import ConvState
+from runtime.kernels.step.state_rows import ConvState
 from tests.support.examples import examples
 from tests.support.kernels import state_cases
 from tests.support.kernels.state_cases import SMALL, Heads, Layers, Span

@@ -12,7 +12,7 @@ import torch
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
-from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
 
 NEAR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # error of all numbers, over their norm
 
