@@ -83,7 +83,7 @@ def test_runner_decodes_without_each_room(tmp_path: Path):
     output_of(DECODE, tmp_path, str(ROOT), *map(str, trees.values()))
     tokens = {name: json.loads((tree / "found.json").read_text()) for name, tree in trees.items()}
     compiled, references = tokens["none"]
-    want = dict.fromkeys(missing, [compiled, references])
+    want = {key: [compiled, references] for key in missing}
     want["CPU kernels"] = want["all"] = [references, references]
     assert tokens == want
 
