@@ -49,7 +49,7 @@ class Fp8GemmForm(NamedTuple):
     block_scales: bool  # BLOCK_N and BLOCK_K are at most 128 then
     bias: bool
     residual: bool  # adds to out
-    split: bool
+    split: int
     block_m: int
     block_n: int
     block_k: int

@@ -87,7 +87,7 @@ class IntGemmForm(NamedTuple):
     has_zero_points: bool
     bias: bool
     residual: bool  # adds to out
-    split: bool
+    split: int
     block_m: int
     block_n: int
     block_k: int

@@ -69,7 +69,7 @@ class GemmForm(NamedTuple):
 
     bias: bool
     residual: bool  # adds to out
-    split: bool
+    split: int
     block_m: int
     block_n: int
     stages: int

@@ -57,7 +57,7 @@ class SkinnyForm(NamedTuple):
     num_tokens: int  # 8 or 16, at least num_rows
     stages: int
     ahead: int  # steps, 1 or 2
-    unroll: bool
+    unroll: int
 
 
 @jit(do_not_specialize=["num_rows"])
