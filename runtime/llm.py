@@ -19,13 +19,13 @@ from typing import Any, TypeVar, cast
 from tqdm import tqdm
 
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
+from runtime.assembly.outputs import outputs_by_request
 from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from runtime.base.plain_values import integer, integers, is_integer
 from runtime.base.pooling import POOLED, required_pooling
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess
-from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
@@ -385,7 +385,8 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        for request in requests_of(self._names, ids, params, num_choices, adapter=adapter, prompt_len=prompt_len):
+        length = len(ids) if prompt_len is None else prompt_len
+        for request in requests_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

@@ -27,7 +27,8 @@ from actors.ray.placement import (
 )
 from actors.ray.private import deployment as serve_deployment
 from actors.ray.private import free_resources
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.inspection import check_model
 from serve_app.app_args import AppArgs

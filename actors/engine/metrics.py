@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler

@@ -29,7 +29,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, Pause, WeightCall
 from runtime.background import in_background
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 

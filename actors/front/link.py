@@ -49,7 +49,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason, GrammarUpdate
 from runtime.features.grammar_store import GrammarSender, request_by_key
 

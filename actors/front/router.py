@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.wire.link_messages import CacheUpdate
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_key
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]

@@ -28,7 +28,7 @@ from actors.ray.private import replicas_of
 from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, WeightCall
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 
 _LISTING_S = 1.0  # seconds between two reads of Ray's list while it may change

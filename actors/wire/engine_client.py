@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import A, WeightCall
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, RequestOutput
 
 

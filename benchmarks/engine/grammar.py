@@ -20,7 +20,7 @@ import openai.types
 from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, GrammarSpec
 from runtime.child import Child, Overrun
 from runtime.output.channel_grammar import channel_grammar, channel_marks
@@ -30,9 +30,9 @@ from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.factory import build_loaded, load
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 
 CORPUS = Path(__file__).parents[2] / "tests" / "data" / "structured_corpus.jsonl"
 

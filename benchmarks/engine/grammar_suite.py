@@ -29,8 +29,8 @@ from runtime.base.types import CallboardError, GrammarSpec
 from runtime.child import Child, Overrun
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
+from runtime.text.vocabulary import BYTES
 
 _DEADLINE_S, _MEMORY = 5.0, 2 << 30
 

@@ -30,8 +30,8 @@ from runtime.output.channel_grammar import channel_grammar, channel_marks
 from runtime.output.options import ChatOptions
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

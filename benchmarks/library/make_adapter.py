@@ -18,7 +18,6 @@ from benchmarks.library.models import CONFIGS
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.models import load_spec
 from runtime.models.families.phi import WEIGHT_MAP
-from runtime.models.lora import adapted_linears
 from runtime.models.weight_map import WeightMap
 
 _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None, "use_dora": False}
@@ -30,7 +29,7 @@ def modules_of(spec: DecoderSpec, weight_map: WeightMap = WEIGHT_MAP) -> dict[st
     return {
         weight_map.name_of(spec, f"layers.{layer}.{part}"): shape
         for layer in range(spec.num_layers)
-        for parts in adapted_linears(spec, layer).values()
+        for parts in spec.adapted_linears(layer).values()
         for part, shape in parts.items()
     }
 

@@ -20,10 +20,9 @@ from runtime.models.lora import (
     check_map_part,
     make_decoder_adapters,
     map_parts_of,
-    short_name,
     write_adapter,
 )
-from runtime.models.weight_map import WeightMap
+from runtime.models.weight_map import WeightMap, short_name
 from runtime.worker.extras import RunnerParts
 
 logger = logging.getLogger(__name__)

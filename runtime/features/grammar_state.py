@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.core.plan import NewSlot, StepPlan, StepResult
@@ -29,7 +29,7 @@ from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyMatcher
 from runtime.structured.matching.thinking import ThinkingMatcher
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.extras import RunnerParts, TokenMasks
 from runtime.worker.sources import ModelSource
 

@@ -6,7 +6,7 @@ fails alone if its grammar cannot continue.
 
 from __future__ import annotations
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager

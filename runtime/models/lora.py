@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,14 +13,13 @@ from runtime.base.model.sharding import parts_of
 from runtime.base.types import CallboardError
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make_adapters, padded_rank
+from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make_adapters
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Layer, Mlp
 from runtime.models.linear_maps import row_order
-from runtime.models.weight_map import WeightMap
+from runtime.models.weight_map import WeightMap, short_name
 
-_WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
 AdaptersOfMaps = dict[str, Adapters]  # key: the fused name of a layer's linear map
 
 
@@ -62,12 +60,6 @@ class MapPart(NamedTuple):
     part: str
 
 
-def adapted_linears(spec: DecoderSpec, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """A layer's fused maps that may have adapters, with their parts' (out, in) shapes. Experts' maps may not."""
-    expert_maps = ("gate_up", "down") if spec.layers[layer].ffn.experts else ()
-    return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in expert_maps}
-
-
 def make_decoder_adapters(
     spec: DecoderSpec, numerics: Numerics, add: AddAdapters, max_loras: int, max_rank: int
 ) -> DecoderAdapters:
@@ -78,7 +70,7 @@ def make_decoder_adapters(
                 [size_out for size_out, _ in parts.values()], next(iter(parts.values()))[1], max_loras, max_rank,
                 numerics.dtype, numerics.device,
             )
-            for name, parts in adapted_linears(spec, layer).items()
+            for name, parts in spec.adapted_linears(layer).items()
         }
         for layer in range(spec.num_layers)
     ]  # fmt: skip
@@ -90,33 +82,14 @@ def make_decoder_adapters(
     )
 
 
-def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int, num_tokens: int) -> int:
-    """Bytes for that room and its results in a step with `num_tokens`."""
-    if not max_loras:
-        return 0
-    rank = padded_rank(max_rank)
-    sizes = (
-        rank * (size_out + size_in)
-        for layer in range(spec.num_layers)
-        for parts in adapted_linears(spec, layer).values()
-        for size_out, size_in in parts.values()
-    )
-    return max_loras * sum(sizes) * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
-
-
 def map_parts_of(spec: DecoderSpec, weight_map: WeightMap) -> dict[str, MapPart]:
     """The modules that may have adapters, by their `short_name`."""
     return {
         short_name(weight_map.name_of(spec, f"layers.{layer}.{part}")): MapPart(layer, name, part)
         for layer in range(spec.num_layers)
-        for name, parts in adapted_linears(spec, layer).items()
+        for name, parts in spec.adapted_linears(layer).items()
         for part in parts
     }
-
-
-def short_name(module: str) -> str:
-    """A module's name without the wrappers around the layers, which versions of transformers name differently."""
-    return _WRAPPERS.sub("", module)
 
 
 def write_adapter(
@@ -124,7 +97,7 @@ def write_adapter(
 ) -> None:  # fmt: skip
     """Write a rank's share of the whole model's matrices as adapter `index`. Each is read when it is needed."""
     for layer, maps in enumerate(layers):
-        for name, parts in adapted_linears(spec, layer).items():
+        for name, parts in spec.adapted_linears(layer).items():
             read = [matrices.get(MapPart(layer, name, part)) for part in parts]
             own = [
                 None if one is None else of_rank(spec, f"layers.{layer}.{part}.weight", *one())
@@ -150,7 +123,7 @@ def check_map_part(place: MapPart | None, module: str, shape: tuple[int, int], s
         raise CallboardError(
             f"The adapter has matrices for {module}, but this model's layers have no linear map for adapters there."
         )
-    wanted = adapted_linears(spec.whole, place.layer)[place.name][place.part]
+    wanted = spec.whole.adapted_linears(place.layer)[place.name][place.part]
     if shape != wanted:
         raise CallboardError(
             f"The adapter's matrices for {module} are for {shape[1]} inputs and {shape[0]} outputs, and this model's "

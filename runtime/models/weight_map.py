@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from runtime.base.model.decoder_spec import DecoderSpec
 
 _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weight|\.bias)?")
+_WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
+
+
+def short_name(module: str) -> str:
+    """A module's name without the wrappers around the layers, which versions of transformers name differently."""
+    return _WRAPPERS.sub("", module)
 
 
 @dataclass(frozen=True, slots=True)

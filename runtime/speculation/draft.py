@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.sampling_fields import Effect
-from runtime.base.types import CallboardError, GrammarUpdate, Request
+from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError, GrammarUpdate, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS
@@ -106,6 +107,17 @@ class _Mirror:
     stream: int
     wanted: int
     reply_due: bool = True  # no chain was sent since the last commit
+
+
+def row_lens(config: EngineConfig, is_draft: bool) -> tuple[int, ...]:
+    """The frequent tokens per row under speculation, besides one. A model verifies a token with its draft
+    tokens; a draft catches up with the model's tokens."""
+    if is_draft:
+        return CATCH_UP
+    if config.draft is None:
+        return ()
+    most = MAX_DRAFT_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
+    return tuple(range(2, most + 2))
 
 
 class DraftCore:

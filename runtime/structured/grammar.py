@@ -17,7 +17,6 @@ from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured import calls, channels, rules, tags
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import BYTES, MOST_SPECIAL, SPECIAL_BYTES
 from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size
 from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
@@ -35,6 +34,7 @@ from runtime.structured.rules import (
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
+from runtime.text.vocabulary import BYTES, MOST_SPECIAL, SPECIAL_BYTES
 
 MAX_BYTES = keywords.MAX_BYTES  # limit for one specification
 _BRACKETS = terminal("\\x{7d}"), terminal("\\x{5d}")

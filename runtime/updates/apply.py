@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 
-from runtime.kernels.cpu.linear import weight_memory
+from runtime.kernels.linear import weight_memory
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import LayerBuilder
 from runtime.updates.in_place import InPlace

@@ -16,8 +16,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.models import CLASSIFIER
 from runtime.models.kv_scales import KV_SCALES
-from runtime.models.lora import short_name
-from runtime.models.weight_map import WeightMap
+from runtime.models.weight_map import WeightMap, short_name
 from runtime.models.weights import locate_parameters
 from runtime.quant.at_load import PLAIN
 from runtime.quant.model_formats import weight_formats

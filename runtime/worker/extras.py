@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model_info import ModelInfo
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import NewSlot, StepPlan, StepResult

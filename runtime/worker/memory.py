@@ -18,9 +18,9 @@ from runtime.base.types import CallboardError
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.attention.latent_expanded import MOST_EXPANDED
 from runtime.kernels.attention.latent_torch import MAX_EXPANDED
+from runtime.kernels.linear.lora import padded_rank
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
-from runtime.models.lora import adapter_bytes
 from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, weight_bytes
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
@@ -98,7 +98,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
-    adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
+    adapters = _adapter_bytes(config, spec, numerics, num_tokens)
     updates = _update_bytes(config, spec, numerics)
     room = available - weights - working - graphs - adapters - updates
     states, num_states = 0, 0
@@ -232,6 +232,16 @@ def _graph_bytes(
     num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take all ranks' logits
     graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
     return _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+
+
+def _adapter_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, num_tokens: int) -> int:
+    """Room for `max_loras` adapters, and their results in a step with `num_tokens`."""
+    if not config.max_loras:
+        return 0
+    rank = padded_rank(config.max_lora_rank)
+    maps = (parts.values() for layer in range(spec.num_layers) for parts in spec.adapted_linears(layer).values())
+    sizes = (rank * (size_out + size_in) for shapes in maps for size_out, size_in in shapes)
+    return config.max_loras * sum(sizes) * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
 
 
 def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> int:

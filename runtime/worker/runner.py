@@ -16,14 +16,15 @@ from dataclasses import replace
 
 import torch
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import StepPlan, StepResult
+from runtime.kernels.cpu_support import obstacle
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
-from runtime.kernels.llvm.support import obstacle
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.models.kv_scales import scales_of_rank

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from runtime.base.config import ModelInfo
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.sharding import Part
+from runtime.base.model_info import ModelInfo
 from runtime.base.pooling import Pooling
 from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
@@ -28,8 +28,8 @@ from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import TensorSource
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 
 
 class ModelSource(Protocol):

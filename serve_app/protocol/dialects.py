@@ -13,6 +13,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from runtime.base.sampling_fields import Effect, table_of
+from runtime.base.types import SamplingParams
 from serve_app.protocol.field_names import FieldNames
 
 _CONTEXT = "This model's maximum context length is {limit} tokens, but {where} has {prompt} tokens{parts}"
@@ -64,7 +66,8 @@ def _formats(native: str, schema: str) -> dict[str, str]:
     return {"response_format": native, _SCHEMA: schema, "response_format.schema": schema}
 
 
-_SAMPLING = "seed", "stop", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"
+DRAWING = table_of(SamplingParams).names(Effect.DRAW, Effect.FILTER)
+_SAMPLING = "seed", "stop", *DRAWING, "presence_penalty", "frequency_penalty"
 _OLLAMA_PATHS: Sequence[tuple[str, str]] = (
     (rf"^({'|'.join(_SAMPLING)})\b", r"options.\1"),
     (r"^max_tokens\b", "options.num_predict"),

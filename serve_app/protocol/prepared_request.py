@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat

@@ -72,7 +72,17 @@ def _not_too_many(value: Any) -> Any:
 _LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
 
 
-class SamplingFields(OpenRequestModel, OutputOptions):
+class DrawFields(RequestModel):
+    """The numbers that have one name and one meaning in all APIs."""
+
+    temperature: Annotated[float, _limits("temperature")] | None = None
+    top_p: Annotated[float, _limits("top_p")] | None = None
+    min_p: Annotated[float, _limits("min_p")] | None = None
+    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
+
+
+class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
@@ -81,19 +91,14 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     computes: ClassVar[bool] = True  # False for a request that is answered without an engine
 
     model: str | None = None
-    temperature: Annotated[float, _limits("temperature")] | None = None
-    top_p: Annotated[float, _limits("top_p")] | None = None
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: _Seed | None = None  # one for all prompts, or one for each
-    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
-    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
     logit_bias: _LogitBias | None = None
     user: str | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
-    min_p: Annotated[float, _limits("min_p")] | None = None
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     samplers: _Samplers | None = None  # llama.cpp's: the filters that count, in this server's order

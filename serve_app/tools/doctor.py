@@ -79,7 +79,7 @@ print(json.dumps({"forms": [form for form in GROUPS if form in encodings_at_load
                   "dtype": own.dtype_name, "bits": 8 * own.dtype.itemsize}))
 """
 _KERNELS_PROBE = """
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 reason = obstacle()
 if not reason:
     from runtime.kernels.llvm.compiler import host

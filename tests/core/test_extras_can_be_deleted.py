@@ -1,13 +1,11 @@
 """The core is a correct engine without extras: each can be deleted, and the others serve the same tokens."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.pruned_tree import ROOT, copy_tree, output_of
+
 EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of that class
     "queue sizes": ("runtime/policy/queue_sizes.py", "QueueSizes", ""),
     "admission": ("runtime/policy/admission.py", "Admission", ""),
@@ -27,7 +25,8 @@ ENGINE = """
 import numpy as np
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, SamplingParams
 
 INFO = ModelInfo("f", 50, 64, (0,), 24, 4, "none", "none")
@@ -83,10 +82,7 @@ def _serve(root: Path, names: list[str]) -> str:
     if "speculation" in names:
         imports.append("from runtime.speculation.ngram import Ngram")
     made = ", ".join(f"{EXTRAS[name][1]}({EXTRAS[name][2]})" for name in names)
-    code = "\n".join(imports) + ENGINE.replace("EXTRAS", made)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of("\n".join(imports) + ENGINE.replace("EXTRAS", made), root)
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +92,10 @@ def tokens() -> str:
 
 @pytest.mark.parametrize("deleted", EXTRAS)
 def test_engine_serves_without_an_extra(deleted: str, tokens: str, tmp_path: Path):
-    for folder in NEEDED:
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "runtime" / "__init__.py").touch()
-    if deleted == "speculation":
-        shutil.rmtree(tmp_path / "runtime" / "speculation")
-    else:
-        (tmp_path / EXTRAS[deleted][0]).unlink()
+    copy_tree(tmp_path, NEEDED, ["runtime/speculation" if deleted == "speculation" else EXTRAS[deleted][0]])
     assert _serve(tmp_path, [name for name in EXTRAS if name != deleted]) == tokens
 
 
 def test_core_serves_alone(tokens: str, tmp_path: Path):
-    for folder in NEEDED[:2]:
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "runtime" / "__init__.py").touch()
+    copy_tree(tmp_path, NEEDED[:2])
     assert _serve(tmp_path, []) == tokens

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.linear.compiled_linear import Around
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, SPAN, dense_product
-from runtime.kernels.cpu.linear.lookup import dense_lookup
 from runtime.kernels.cpu.linear.pack import exact_dtype, packed_blocks
-from runtime.kernels.linear.linear_torch import Linear, lookup_torch
-from runtime.kernels.llvm.compiler import assembly, target_of
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.llvm.launcher import Launcher
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
@@ -122,20 +119,3 @@ def test_layers_equal_those_of_torch(hidden, ffn, activation, gated, count):
         results.append((residual, first.logits(x, norm, eps).clone(), first.product(x)))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-
-
-@pytest.mark.parametrize("columns", [16, 37])
-def test_lookup_equals_that_of_torch(columns):
-    table, ids = rows_of(9, columns).contiguous(), torch.tensor([8, 0, 3, 3])
-    out = torch.empty(4, columns)
-    call(dense_lookup, (table, ids, out, 4, columns, 0.3), parts=3)
-    assert torch.equal(out, lookup_torch(table, ids, float(torch.tensor(0.3))))
-
-
-def test_code_for_arm_compiles():
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    for is_one_row in (True, False):
-        flags = {"is_one_row": is_one_row, "converts": not is_one_row, "adds": True, "has_bias": True}
-        assert "fmla" in assembly(dense_product, target, dtype=torch.bfloat16, **flags)

@@ -1,15 +1,13 @@
 """Compiled attention over latents equals its torch twin. A token has the same bits in any step."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.attention.latent_torch import LatentForm, latent_store_torch
+from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.llvm.launcher import Launcher
 
 BLOCK, NUM_BLOCKS = 16, 24
@@ -21,33 +19,6 @@ LATENTS = CompiledLatents(LAUNCHER, CompiledAttention(LAUNCHER))
 def cache(seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     return torch.randn(1, 1, NUM_BLOCKS, BLOCK, RANK + ROPE)
-
-
-def table_of(num_positions: int, width: int = ROPE) -> torch.Tensor:
-    """cos and sin with the first half negated, [2, positions, width]."""
-    angles = torch.arange(num_positions)[:, None] * 0.7 ** torch.arange(width // 2)
-    sin = angles.sin()
-    return torch.stack((torch.cat((angles.cos(), angles.cos()), 1), torch.cat((-sin, sin), 1)))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("num_heads", "rope_dim"), [(3, 8), (20, 64)])
-def test_the_store_norms_and_rotates(num_heads, rope_dim, interleaved):
-    """In parts of rows that lie side by side, as a fused map has them."""
-    torch.manual_seed(1)
-    both = torch.randn(5, num_heads * (NOPE + rope_dim) + RANK + rope_dim)
-    q = both[:, : -RANK - rope_dim].unflatten(1, (num_heads, -1))
-    latents, norm = both[:, -RANK - rope_dim :], torch.rand(RANK)
-    kv = torch.zeros(1, 1, NUM_BLOCKS, BLOCK, RANK + rope_dim)
-    table, positions = table_of(90, rope_dim), torch.tensor([3, 0, 89, 7, 7])
-    kv_index = torch.tensor([40, 3, 200, 41, 383])
-    want_q, want_kv = q.clone(), kv.clone()
-    rope = tuple(half[positions].unsqueeze(1) for half in table)
-    form = LatentForm(norm, 1e-6, interleaved)
-    latent_store_torch(want_q, latents.clone(), rope, want_kv, kv_index, form)
-    LATENTS.store(q, latents, (table, positions), kv, kv_index, form)
-    torch.testing.assert_close(q, want_q, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(kv, want_kv, rtol=1e-6, atol=1e-6)
 
 
 def reference(q: torch.Tensor, kv: torch.Tensor, table: list[int], position: int, weight: torch.Tensor) -> torch.Tensor:

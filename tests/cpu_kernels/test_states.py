@@ -3,15 +3,11 @@
 from dataclasses import replace
 from itertools import chain
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.cpu.states.convolution import convolution
-from runtime.kernels.cpu.states.delta_rule import delta_inputs, delta_rule
-from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import targets
 from tests.support.kernels.compiled_states import compiled
 from tests.support.kernels.state_histories import LAYERS, Request, Twins, played, requests
@@ -68,12 +64,3 @@ def test_faults_stay_with_their_request(layer, column):
     assert torch.equal(good, whole[1])
     assert torch.equal(bad[:65], whole[0][:65])
     assert not bad[65].isfinite().all()
-
-
-def test_code_for_arm_compiles():
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    assert "fmla" in assembly(delta_rule, target, key_dim=128, value_dim=128)
-    assert "fsqrt" in assembly(delta_inputs, target, key_dim=128)
-    assert "fmul" in assembly(convolution, target, width=3, has_bias=False, gated=True)

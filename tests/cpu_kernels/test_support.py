@@ -8,7 +8,7 @@ import torch
 
 from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.worker.runner import choose_numerics
 
 

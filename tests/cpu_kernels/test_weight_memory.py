@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from runtime.kernels.cpu.linear import weight_memory
+from runtime.kernels.linear import weight_memory
 
 
 def test_tensors_keep_apart():

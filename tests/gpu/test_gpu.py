@@ -5,24 +5,12 @@ import gc
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
-from runtime.kernels.attention.rope import (
-    HeadForm,
-    rope_rows_torch,
-    rope_rows_triton,
-    rope_store_kv_torch,
-    rope_store_kv_triton,
-    rope_table,
-)
-from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
-from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.llm import LLM
 from runtime.worker.gpu.step_kernels import StepKernels
 from runtime.worker.sources import DummySource
@@ -127,81 +115,3 @@ def test_bf16_runs_and_stays_within_the_vocabulary():
     tokens = generate("cuda", dtype="bfloat16")
     assert [len(t) for t in tokens] == [48] * 12
     assert all(0 <= i < SPEC.vocab_size for t in tokens for i in t)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [64, 576, 2048, 4096, 5000])
-@pytest.mark.parametrize("rows", [1, 7, 256])
-def test_rms_norm_against_float64(rows, size, dtype):
-    generator = torch.Generator("cuda").manual_seed(rows + size)
-    x = torch.randn(rows, size, device="cuda", generator=generator).to(dtype)
-    weight = torch.rand(size, device="cuda", generator=generator).to(dtype)
-    wide = x.double()
-    want = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
-    for norm in (rms_norm_torch, rms_norm_triton):
-        got = norm(x, weight, 1e-5)
-        error = (got.double() - want).norm() / want.norm()
-        assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], norm
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "ffn"), [(1, 1536), (7, 8192), (256, 14336), (3, 1000)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
-def test_gated_activation_against_float64(rows, ffn, dtype, activation):
-    generator = torch.Generator("cuda").manual_seed(rows + ffn)
-    x = torch.randn(rows, 2 * ffn, device="cuda", generator=generator).to(dtype)
-    gate, up = x.double().chunk(2, -1)
-    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    if activation == "swiglu_clamped":
-        gate = gate.clamp(max=7.0)
-        want = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
-    for act in (gated_activation_torch, gated_activation_triton):
-        error = (act(x.clone(), activation).double() - want).norm() / want.norm()
-        assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], act
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "dim"),
-    [
-        (1, 9, 3, 64),
-        (256, 32, 8, 64),
-        (7, 32, 8, 128),
-        (512, 24, 8, 128),
-        (5, 4, 1, 256),
-        (3, 32, 32, 80),
-        (2, 8, 2, 96),
-    ],
-)
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype, qk_norm):
-    generator = torch.Generator("cuda").manual_seed(tokens + heads)
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", generator=generator).to(dtype)
-    table = rope_table(RopeSpec(), dim, tokens + 9, dtype).cuda()
-    positions = torch.randperm(tokens + 9, device="cuda", generator=generator, dtype=torch.int32)[:tokens]
-    index = torch.randperm(tokens + 16, device="cuda", generator=generator, dtype=torch.int32)[:tokens]
-    weights = [None, None]
-    x, half = qkv.double(), dim // 2
-    if qk_norm:
-        weights = [torch.rand(dim, device="cuda", generator=generator).to(dtype) for _ in range(2)]
-        parts = x.split((heads, kv_heads, kv_heads), 1)
-        normed = [
-            part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
-            for part, weight in zip(parts[:2], weights, strict=True)
-        ]
-        x = torch.cat((*normed, parts[2]), 1)
-    cos, sin = table.index_select(1, positions).double().unsqueeze(2).unbind(0)
-    turned = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
-    torch.cuda.synchronize()  # the kernel may start before the previous one has ended
-    for rows, rope_store in ((rope_rows_torch, rope_store_kv_torch), (rope_rows_triton, rope_store_kv_triton)):
-        kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
-        q = rope_store(qkv.clone(), rows(table, positions), kv, index, HeadForm("qkv", *weights, 1e-6))
-        written = kv[:, :, index, 0].transpose(1, 2).double()
-        for got, want in (
-            (q.double(), turned[:, :heads]),
-            (written[0], turned[:, heads : heads + kv_heads]),
-            (written[1], x[:, heads + kv_heads :]),
-        ):
-            error = (got - want).norm() / want.norm()
-            assert error < {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype], rope_store
-        assert kv.isnan().sum() == 2 * kv_heads * 16 * dim

@@ -8,38 +8,12 @@ import torch
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import AdaptedLinear
-from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from tests.gpu.test_gpu_determinism import SPECS, prompt
 from tests.support.models.runner_driver import Driver, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-
-
-@pytest.mark.parametrize(("sizes", "size_in"), [((2048, 512, 512), 2048), ((8192, 8192), 2048), ((4096,), 14336)])
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels(sizes, size_in, rank, dtype):
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    stacks = make_adapters(sizes, size_in, 8, rank, dtype, device)
-    stacks.a.normal_(std=size_in**-0.5)
-    stacks.b.normal_(std=rank**-0.5)
-    wide = stacks._replace(a=stacks.a.double(), b=stacks.b.double())
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    for num_rows in (1, 3, 64, 300, 1030):
-        x, y = (torch.randn(num_rows, n, device=device).to(dtype) for n in (size_in, sum(sizes)))
-        rows = torch.randint(0, 9, (num_rows,), dtype=torch.int32, device=device)
-        want, by_rows, by_tiles = y.double(), y.clone(), y.clone()
-        add_adapters_torch(want, x.double(), rows, wide)
-        add_adapters_triton(by_rows, x, rows, stacks, deterministic=True)
-        add_adapters_triton(by_tiles, x, rows, stacks)
-        for got in (by_rows, by_tiles):
-            torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-            assert torch.equal(got[rows == 0], y[rows == 0])
-        alone = y[-1:].clone()
-        add_adapters_triton(alone, x[-1:], rows[-1:], stacks, deterministic=True)
-        assert torch.equal(alone[0], by_rows[-1])
 
 
 @pytest.mark.parametrize(("sizes", "size_in"), [((2048, 512, 512), 2048), ((8192, 8192), 2048), ((2048,), 8192)])

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
-from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_triton
-from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import LatentForm, LatentUp, latent_store_torch
+from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, paged_attention_torch
-from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
 from tests.support.kernels.attention_cases import rows_of
 from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
 from tests.support.models.family_steps import logits_of
@@ -51,28 +48,6 @@ def test_the_expanded_form_equals_the_absorbed_one(sizes, monkeypatch):
         monkeypatch.setattr(latent_expanded, "_LEAST_TOKENS", least)
         found.append(latent_attention_triton(q, kv, plan, up, scale=0.05).float())
     assert (found[0] - found[1]).norm() < 2e-2 * found[1].norm()
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_store(sizes):
-    n, stored, dtype = 300, sizes.rank + sizes.rope_dim, torch.bfloat16
-    generator = torch.Generator("cuda").manual_seed(0)
-    table = rope_table(RopeSpec(), sizes.rope_dim, 4096, dtype).cuda()
-    positions = torch.randint(0, 4096, (n,), generator=generator, device="cuda")
-    places = torch.randperm(64 * 16, generator=generator, device="cuda")[:n]
-    wide = sizes.num_heads * (sizes.nope_dim + sizes.rope_dim) + stored
-    x, norm = torch.randn(n, wide, generator=generator, device="cuda").to(dtype), torch.rand(sizes.rank, device="cuda")
-    results = []
-    for store, rope in (
-        (latent_store_torch, rope_rows_torch(table, positions)),
-        (latent_store_triton, rope_rows_triton(table, positions.int())),
-    ):
-        own, kv = x.clone(), torch.zeros(1, 1, 64, 16, stored, dtype=dtype, device="cuda")
-        q = own[:, :-stored].unflatten(1, (sizes.num_heads, -1))
-        store(q, own[:, -stored:], rope, kv, places.int(), LatentForm(norm.to(dtype), 1e-6, True))
-        results.append((own[:, :-stored].float(), kv.float()))
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 100, 3000])

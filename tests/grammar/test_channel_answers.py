@@ -8,7 +8,8 @@ from benchmarks.library.channel_model import Turn, harmony_tokenizer, read_turn,
 from benchmarks.serving.channel_answers import KINDS, check
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
@@ -20,7 +21,7 @@ from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.ngram import Ngram
 from runtime.structured.grammar import compiled
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.engine.fake_runner import FixedShare, Recorded

@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import (
     Alternation,
     CharacterClass,
@@ -19,6 +18,7 @@ from runtime.structured.pattern import (
 )
 from runtime.structured.readers.context_free import rules_of
 from runtime.structured.rules import lark, pruned
+from runtime.text.vocabulary import Vocabulary
 
 PIECES = ["a", "b", "ab", "ba", "aab", "bb", "abab"]
 ENGINE = LazyEngine(Vocabulary((*(piece.encode() for piece in PIECES), b""), (len(PIECES),)))

@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.features import grammar_state
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import BYTES
+from runtime.text.vocabulary import BYTES
 from runtime.worker.runner import ModelRunner
 from tests.support.structured.cases import regex
 from tests.support.structured.engine import Answers, answers, hot, recorded, runner_of

@@ -13,10 +13,10 @@ from runtime.structured.channels import _text_without
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import SPECIAL_BYTES, Vocabulary
 from runtime.structured.pattern import FIRST_OF_SPECIAL, special_text
 from runtime.structured.rules import Choice, Name, Repeat, Sequence, Special, terminal
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS
+from runtime.text.vocabulary import SPECIAL_BYTES, Vocabulary
 
 BEGIN, MARK, END, OTHER_END = 257, 258, 256, 259  # END and OTHER_END are EOS tokens
 VOCABULARY = Vocabulary(SPECIAL_BYTES.tokens, (END, OTHER_END))

@@ -25,9 +25,9 @@ from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
 from runtime.structured.schema.writer import numbers
+from runtime.text.vocabulary import BYTES
 from tests.support.structured.cases import BYTE_ENGINE, fits, regex
 
 EOS = BYTES.eos_ids[0]

@@ -12,7 +12,7 @@ from runtime.core.engine import EngineCore
 from runtime.structured.matching import lazy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import BYTES
+from runtime.text.vocabulary import BYTES
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
 from tests.support.structured.cases import regex
 from tests.support.structured.engine import answers, hot, runner_of

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
-from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
+from runtime.text.vocabulary import BYTES
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, matchers_of, walk
 from tests.support.structured.cases import BYTE_ENGINE
 from tests.support.structured.corpus import CASES

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 from runtime.base.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import MAX_STATES, EagerMatcher, build
-from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
+from runtime.text.vocabulary import BYTES
 from tests.support.structured.cases import BYTE_ENGINE, fits
 from tests.support.structured.corpus import CASES, REFUSED
 

@@ -9,15 +9,15 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import Vocabulary
 from tests.support.structured.corpus import CASES
 
 INFO = ModelInfo("f", 320, 4096, (1, 2), 9, 16, "float32", "cpu")

@@ -18,10 +18,10 @@ from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.structured.schema.formats import FORMATS
 from runtime.structured.schema.keywords import KEYWORDS
+from runtime.text.vocabulary import Vocabulary
 from tests.support.structured.cases import fits
 from tests.support.structured.corpus import CASES
 

@@ -16,7 +16,7 @@ from runtime.speculation.draft_client import DraftClient
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.thinking import ThinkingMatcher
-from runtime.structured.matching.vocabulary import BYTES, Vocabulary
+from runtime.text.vocabulary import BYTES, Vocabulary
 from tests.grammar.test_structured_walks import SMALL, allowed
 from tests.support.structured.engine import SPEC, answers, hot, recorded, runner_of
 

@@ -15,9 +15,9 @@ from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import Tool
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import BYTES, SPECIAL_BYTES
 from runtime.text.tool_calls import FORMATS, ForcedCall, ToolCallParser
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS, HARMONY
+from runtime.text.vocabulary import BYTES, SPECIAL_BYTES
 from tests.support.structured.cases import fits
 
 PARAMETERS = {

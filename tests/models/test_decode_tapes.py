@@ -10,7 +10,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.worker.runner import ModelRunner

@@ -12,7 +12,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.types import SamplingParams
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.runner_driver import TINY, Driver, tiny_runner

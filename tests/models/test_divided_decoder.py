@@ -19,8 +19,8 @@ from runtime.base.types import CallboardError
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
+from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.states.state_rows import StateRows
 from runtime.models import load_spec
 from runtime.models.decoder_build import draw_decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from tests.models.test_gguf_architectures import _logits, _model, driver_of

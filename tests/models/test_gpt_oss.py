@@ -16,7 +16,7 @@ from runtime.base.model.decoder_spec import RopeSpec
 from runtime.base.model.sharding import Part
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_configs import gguf_eos_token_ids

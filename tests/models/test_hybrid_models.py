@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.base.types import CallboardError
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from tests.support.examples import examples
 from tests.support.models.hybrid_engine import DELTA, SEQS, Engine, check, histories, hybrid_runner, prompt_of
 from tests.support.models.runner_driver import tiny_runner

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.library.make_random_model import write_folder
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
@@ -102,7 +102,7 @@ from pathlib import Path
 import torch
 from runtime.loading.checkpoint import open_checkpoint
 from benchmarks.library.make_random_model import write_folder
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED

@@ -15,7 +15,7 @@ from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.models.decoder_build import draw_decoder
 from runtime.worker.extras import StepWork
 from runtime.worker.runner import ModelRunner, choose_numerics

@@ -9,7 +9,7 @@ from runtime.base.types import CallboardError, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from tests.support.models.runner_driver import TINY
+from tests.support.models.specs import TINY
 
 CONFIG = EngineConfig(device="cpu", num_kv_blocks=16, max_num_seqs=4, max_model_len=64, num_threads=1)
 PARAMS = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, repetition_penalty=1.1, logprobs=2)

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.cpu_support import obstacle
 from runtime.worker.runner import ModelRunner
 from tests.support.engine.fake_runner import Recorded
 from tests.support.models.family_cases import CASES, LIKE_OTHERS, SPECS

@@ -9,7 +9,7 @@ from runtime.base.shard import Shard
 from runtime.base.types import FinishReason, Grammar, SamplingParams
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.ranks.split_runners import SplitRunner
 from tests.support.structured.cases import regex

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
+from runtime.kernels.cpu_support import obstacle
 from runtime.kernels.llvm.launcher import Launcher
-from runtime.kernels.llvm.support import obstacle
 from runtime.kernels.sampling.token_keys import drawn_keys_torch
 from tests.support.kernels.drawn_logprob_cases import Rows, check_definition, drawn_params, varied
 

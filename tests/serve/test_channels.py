@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.library.channel_model import harmony_tokenizer, problem_of, read_turn
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from tests.support.http.fake_engine import MODEL, FakeEngine, client_of, events_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")

@@ -43,7 +43,7 @@ def test_a_folder_has_sampling_defaults(tmp_path: Path):
     assert defaults.params(temperature=0, top_k=0, top_p=None, max_tokens=5) == SamplingParams(
         **QWEN | {"temperature": 0, "top_k": 0, "max_tokens": 5}
     )
-    assert str(defaults).startswith("temperature 0.7, top_p 0.8, top_k 20")
+    assert str(defaults).startswith("temperature 0.7, top_k 20, top_p 0.8")
     assert SamplingDefaults.load(tmp_path, "none") == SamplingDefaults()
     assert SamplingDefaults.load(folder(tmp_path, top_k=-1, temperature=None)) == SamplingDefaults()
 

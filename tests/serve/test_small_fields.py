@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken
 
 from runtime.base.types import ThinkingBudget
-from runtime.structured.matching.vocabulary import BYTES
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.vocabulary import BYTES
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from tests.serve.test_tool_call_formats import HARMONY

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import SPECIAL_BYTES
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS
+from runtime.text.vocabulary import SPECIAL_BYTES
 from tests.serve.test_tool_call_formats import tokenizer_of
 from tests.support.http.chats import THINKING
 from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, client_of

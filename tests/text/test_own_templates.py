@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.output.chat_prompt import ChatPrompt, ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.message_parser import MessageParser
 from runtime.output.options import ChatOptions
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import GENERIC
 from runtime.text.tool_calls.harmony import with_special
+from runtime.text.vocabulary import Vocabulary
 from serve_app.apis.chat.messages import ChatMessage
 from tests.support.http.fake_engine import EOS
 from tests.support.http.own_templates import OWN_TEMPLATES, own_tokenizer

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.linear import lora as adapters
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
@@ -19,38 +18,6 @@ from runtime.worker.runner import ModelRunner
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
 from tests.support.models.runner_driver import Driver, tiny_runner
 from tests.support.models.specs import changed
-
-ROWS = torch.tensor([2, 0, 1, 2, 0, 3, 3], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("sizes", "size_in"), [((40, 24, 8), 72), ((130,), 33)])
-def test_kernels(dtype, sizes, size_in, monkeypatch):
-    torch.manual_seed(0)
-    stacks = make_adapters(sizes, size_in, 3, 5, dtype, torch.device("cpu"))
-    for index in (1, 2, 3):
-        parts = [(torch.randn(3, size_in) * size_in**-0.5, torch.randn(size, 3)) for size in sizes]
-        stacks.write(index, [None if index == 3 and i else part for i, part in enumerate(parts)], None)
-    x, y = torch.randn(len(ROWS), size_in + 7)[:, :size_in].to(dtype), torch.randn(len(ROWS), sum(sizes)).to(dtype)
-    wide = stacks._replace(a=stacks.a.double(), b=stacks.b.double())
-    want = y.double()
-    add_adapters_torch(want, x.double(), ROWS, wide)
-    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2}[dtype]
-    by_rows = y.clone()
-    add_adapters_triton(by_rows, x, ROWS, stacks)
-    torch.testing.assert_close(by_rows.double(), want, rtol=tolerance, atol=tolerance)
-    assert torch.equal(by_rows[ROWS == 0], y[ROWS == 0])
-    for i in range(len(ROWS)):
-        alone = y[i : i + 1].clone()
-        add_adapters_triton(alone, x[i : i + 1], ROWS[i : i + 1], stacks)
-        assert torch.equal(alone[0], by_rows[i])
-    monkeypatch.setattr(adapters, "MAX_SINGLE_ROWS", 0)
-    for num_rows in (len(ROWS), 40):  # one tile, and two tiles; the second begins within a request
-        rows, many, out = (t.repeat(-(-num_rows // len(ROWS)), *[1] * (t.ndim - 1))[:num_rows] for t in (ROWS, x, y))
-        out = out.clone()
-        add_adapters_triton(out, many, rows, stacks)
-        repeated = want.repeat(-(-num_rows // len(ROWS)), 1)[:num_rows]
-        torch.testing.assert_close(out.double(), repeated, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("index", [0, 2])

@@ -6,14 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.base.model.decoder_spec import RopeSpec
 from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
-from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import LatentForm, LatentUp, latent_store_torch
+from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import PagedBatch
-from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
 from tests.support.kernels.attention_cases import rows_of
 from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
 
@@ -76,27 +73,6 @@ def test_deterministic_bits_depend_only_on_the_token():
     for spans in ([(500, 7), (507, 53)], [(i, 1) for i in range(500, 560)], [(i, 2) for i in range(500, 560, 2)]):
         assert torch.equal(attend(spans), want)
     assert torch.equal(attend([(3, 5), (550, 10)])[5:], want[50:])
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_store_norms_and_rotates(sizes, interleaved):
-    torch.manual_seed(0)
-    n, stored = 5, sizes.rank + sizes.rope_dim
-    table = rope_table(RopeSpec(), sizes.rope_dim, 64, torch.float32)
-    positions, places = torch.tensor([0, 3, 60, 7, 9]), torch.tensor([17, 3, 40, 41, 2])
-    q = torch.randn(n, sizes.num_heads * (sizes.nope_dim + sizes.rope_dim) + 8)[:, :-8]
-    latents, norm = torch.randn(n, stored + 3)[:, 3:], torch.rand(sizes.rank)
-    results = []
-    for store, rope in (
-        (latent_store_torch, rope_rows_torch(table, positions)),
-        (latent_store_triton, rope_rows_triton(table, positions.int())),
-    ):
-        kv, own = torch.zeros(1, 1, 4, 16, stored), q.clone().view(n, sizes.num_heads, -1)
-        store(own, latents, rope, kv, places.int(), LatentForm(norm, 1e-6, interleaved))
-        results.append((own, kv))
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 70, 130])

@@ -8,19 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.base.config import EngineConfig
-from runtime.base.kv_cache_spec import (
-    CHUNK,
-    QUANTIZED_DTYPES,
-    KVCacheSpec,
-    KVGroupSpec,
-    StateGroupSpec,
-    groups_of_shapes,
-    window_groups,
-)
+from runtime.base.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.base.model.attention_spec import AttentionSpec as AttentionSpec  # also for importers of this module
 from runtime.base.model.attention_spec import CachedShape
 from runtime.base.model.experts_spec import ExpertsSpec as ExpertsSpec
 from runtime.base.model.experts_spec import chooses_experts as chooses_experts
+from runtime.base.model.kv_groups import groups_of_shapes, window_groups
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.layer_spec import ACTIVATION_LIMIT as ACTIVATION_LIMIT
 from runtime.base.model.layer_spec import FfnSpec as FfnSpec
@@ -152,6 +145,11 @@ class DecoderSpec:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order."""
         schemes = self.quantization or {}
         return self.layers[layer].linears(self.hidden_size, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
+
+    def adapted_linears(self, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
+        """A layer's fused maps that may have adapters, with their parts' (out, in) shapes. Experts' maps may not."""
+        expert_maps = ("gate_up", "down") if self.layers[layer].ffn.experts else ()
+        return {name: parts for name, (parts, _) in self.linears(layer).items() if name not in expert_maps}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""

@@ -28,6 +28,7 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.operation import Operation
 from runtime.kernels.sampling.token_keys import NONE
+from runtime.kernels.sampling.top_k_top_p import Filters
 
 
 class CompiledOperations:
@@ -125,8 +126,6 @@ class CompiledOperations:
         self.launcher.launch(kernel(draw, checked=checked), arguments, parts)
         return keys.amax(1)
 
-    def filter_bounds(
-        self, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-    ) -> torch.Tensor:
+    def filter_bounds(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
         """`top_k_top_p_bounds_torch` without a sort of the vocabulary."""
-        return top_k_top_p_bounds(self.launcher, logits, top_k, top_p, min_p)
+        return top_k_top_p_bounds(self.launcher, logits, filters)

@@ -15,8 +15,8 @@ import outlines_core
 from numpy.typing import NDArray
 
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import NO_CHARACTER, GrammarError, special_text
+from runtime.text.vocabulary import Vocabulary
 
 MAX_STATES = 4096
 MAX_BYTES = 64 << 20

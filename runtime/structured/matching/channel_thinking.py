@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from runtime.base.types import ThinkingBudget
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.thinking import ThinkingMatcher
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 
 _CHANNEL = b"analysis"
 

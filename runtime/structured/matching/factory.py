@@ -22,8 +22,8 @@ from runtime.structured.matching.channel_thinking import ChannelThinkingMatcher
 from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.thinking import ThinkingMatcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
+from runtime.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.base.types import CallboardError
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from runtime.base.types import ThinkingBudget
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tool_calls.parser import MAX_SPACES
+from runtime.text.vocabulary import Vocabulary
 
 
 class _Phase(Enum):

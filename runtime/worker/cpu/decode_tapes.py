@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows
+from runtime.kernels.attention.tiled_rows import TiledRows
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.kv_cache import KVCache

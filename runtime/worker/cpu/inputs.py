@@ -13,7 +13,7 @@ from runtime.base.arrays import Int32s
 from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.core.plan import StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
+from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch, GroupRows
 from runtime.worker.cpu.slots import Slots
 

@@ -15,7 +15,7 @@ from serve_app.apis.llama_cpp.answers import LlamaError, LlamaText
 from serve_app.apis.llama_cpp.line_limits import LineLimits
 from serve_app.apis.llama_cpp.request import Gap, LlamaCompletion, LlamaCompletionRequest, LlamaInfillRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
-from serve_app.protocol.dialects import LLAMA_CPP
+from serve_app.protocol.dialects import DRAWING, LLAMA_CPP
 from serve_app.protocol.errors import ApiError, llama_cpp_body
 from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.parsing import parse
@@ -170,7 +170,7 @@ def _whole(prepared: _Prepared, choice: TimedChoice) -> dict[str, Any]:
             "n_ctx": model.info.max_model_len,
             "n_predict": params.max_tokens if shows else 0,
             "seed": sent.seed,
-            **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")},
+            **{name: getattr(params, name) for name in (*DRAWING, "stop")},
         },
         "prompt": model.tokenizer.decode(sent.token_ids, skip_special_tokens=False),
         "has_new_line": shows and "\n" in choice.text,

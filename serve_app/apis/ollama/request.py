@@ -19,7 +19,7 @@ from serve_app.apis.completions.request import CompletionRequest
 from serve_app.durations import Duration
 from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
-from serve_app.protocol.sampling import SamplingFields, check_last_n
+from serve_app.protocol.sampling import DrawFields, SamplingFields, check_last_n
 from serve_app.protocol.shapes import RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -28,22 +28,17 @@ KEEP_ALIVE = "keep_alive"
 _NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
-class OllamaOptions(RequestModel):
+class OllamaOptions(DrawFields):
     """Sampling options. Other options are refused, or reported in a header, like fields of requests."""
 
     model_config = ConfigDict(extra="allow")
 
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
     stop: Any = None  # a text or several texts
     num_predict: int | None = None  # 0 and below mean the rest of the context
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
     def check(self) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -55,8 +50,7 @@ class OllamaOptions(RequestModel):
 
     def fields(self) -> dict[str, Any]:
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""
-        same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
-        values = {name: getattr(self, name) for name in same}
+        values = {name: getattr(self, name) for name in (*DrawFields.model_fields, "stop")}
         values["top_k"] = None if self.top_k is None else max(self.top_k, 0)
         values["seed"] = None if self.seed == -1 else self.seed  # -1 is a random one
         values["repetition_penalty"] = self.repeat_penalty

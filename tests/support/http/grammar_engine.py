@@ -6,7 +6,7 @@ import numpy as np
 
 from runtime.base.types import Request
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import SPECIAL_BYTES
+from runtime.text.vocabulary import SPECIAL_BYTES
 from tests.support.http.fake_engine import EOS, FakeEngine
 
 TOOLS = [

@@ -9,22 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.base.model.decoder_spec import ExpertsSpec, RopeSpec
+from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.types import SamplingParams
 from runtime.core.plan import NewSlot
-from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import attend_rows
-from runtime.kernels.attention.paged_attention import AttentionForm, paged_attention_torch
-from runtime.kernels.attention.prefill_attention import prefill_attention
-from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
-from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
-from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton, quantize_int16_triton
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton
 from runtime.kernels.quantized.int_wna16_gemm import int_wna16_gemm_triton
@@ -35,7 +28,6 @@ from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.encodings import LARGEST_E4M3, SMALLEST_SCALE
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of
 from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
 VALUES = (torch.nan, torch.inf, -torch.inf)
@@ -135,79 +127,6 @@ def check_routing(x: torch.Tensor, value: float) -> None:
         assert ((ids >= 0) & (ids < 12)).all()
 
 
-def check_norms(x: torch.Tensor, value: float) -> None:
-    weight = torch.ones_like(x[0])
-    both = torch.cat((weight[None], weight[None] * 0))
-    pairs = (
-        (lambda x: rms_norm_triton(x, weight, 1e-5), lambda x: rms_norm_torch(x, weight, 1e-5)),
-        (lambda x: layer_norm_triton(x, both, 1e-5), lambda x: layer_norm_torch(x, both, 1e-5)),
-        (lambda x: gated_activation_triton(x, "silu"), lambda x: gated_activation_torch(x, "silu")),
-    )
-    for compute, twin in pairs:
-        row, spoilt = check_alone(compute, x, value), x.clone()
-        spoilt[1, 5] = value
-        assert torch.equal(row.isfinite(), twin(spoilt)[1].isfinite())
-        assert not row.isfinite().all()
-    row = check_alone(lambda x: gated_activation_triton(x, "swiglu_clamped"), x, value)
-    assert row.isfinite().all() == (value == torch.inf)  # which it clamps
-
-
-def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
-    """A head that is not finite stays so in the cache; only fp8 lacks an infinity."""
-    kv_heads, dim = 2, 16
-    x = x[:, : 4 * kv_heads * dim].contiguous()
-    table, positions = rope_table(RopeSpec(), dim, 16, torch.float32).to(x.device), torch.arange(3, device=x.device)
-    index = torch.tensor([5, 0, 9], dtype=torch.int32, device=x.device)
-
-    def stored(x: torch.Tensor) -> torch.Tensor:
-        kv = torch.ones(2, kv_heads, 3, 4, dim, device=x.device).to(
-            torch.int8 if kind == "int8" else torch.float8_e4m3fn
-        )
-        scales = torch.ones(2, kv_heads, device=x.device)
-        if kind == "int8":
-            scales = torch.ones(kv_heads, 3, 4, 2, dtype=torch.float16, device=x.device)
-        rows = rope_rows_triton(table, positions.int())
-        # The last heads of a token are its values, which are not rotated.
-        qkv = x.flip(1).view(3, 4 * kv_heads, dim)
-        rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
-        flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
-        return dequantize_kv(*flat)[:, :, index.long()].permute(2, 0, 1, 3).reshape(3, 2, -1)
-
-    row = check_alone(stored, x, value)
-    if kind == "int8":
-        assert not row[1, dim:].isfinite().any()  # the head has one scale
-    elif value != value:
-        assert row[1].isnan().sum() == 1
-    else:
-        assert float(row[1].abs().max()) == 448
-
-
-def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
-    """A key or a value that is not finite spoils the rows that see it."""
-    spans = [(20, 1), (37, 1), (5, 1)] if kind.startswith("decode") else [(20, 3), (30, 8), (0, 4)]
-    attend = decode_attention if kind.startswith("decode") else prefill_attention
-    q, clean, rows = paged_case(spans, (4, 2, 64), dtype=x.dtype, device=str(x.device))
-    block = int(rows.tables[rows.slots[1], 0])
-    edges = rows.q_starts.tolist()
-    for part in (0, 1):
-        spoilt = clean.clone()
-        spoilt[part, :, block, 3, 0] = value
-        for deterministic in (False, True):
-            outs = []
-            for kv in (clean, spoilt):
-                kv, scales = encoded("int8", kv) if kind.endswith("int8") else (kv, None)
-                sinks = sinks_of(4, str(x.device)) if kind.endswith("sinks") else None
-                form = AttentionForm(0.125, sinks=sinks)
-                outs.append(attend(q, kv, rows, form, scales, deterministic=deterministic))
-                want = paged_attention_torch(q, kv, rows, form, scales)
-            others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
-            assert torch.equal(outs[1][others], outs[0][others])
-            own, twin = (out[edges[1] : edges[2]] for out in (outs[1], want))
-            if value != value or part:
-                assert torch.equal(own.isfinite(), twin.isfinite())
-                assert not own.isfinite().all(1).any()
-
-
 def check_latents(x: torch.Tensor, value: float) -> None:
     """A latent that is not finite spoils the rows that see it, and no others."""
     sizes = LatentSizes(3, 32, 16)
@@ -267,13 +186,6 @@ CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
     "mixture": lambda x, value: check_mixture(x, value, "dense"),
     "fp8 mixture": lambda x, value: check_mixture(x, value, "fp8"),
     "routing": check_routing,
-    "norms": check_norms,
-    "fp8 keys": lambda x, value: check_stored_keys(x, value, "fp8"),
-    "int8 keys": lambda x, value: check_stored_keys(x, value, "int8"),
-    "decode": lambda x, value: check_attention(x, value, "decode"),
-    "decode of int8": lambda x, value: check_attention(x, value, "decode int8"),
-    "decode with sinks": lambda x, value: check_attention(x, value, "decode sinks"),
-    "prefill": lambda x, value: check_attention(x, value, "prefill"),
     "latents": check_latents,
     "samples": check_samples,
 }

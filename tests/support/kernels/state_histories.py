@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.base.kv_cache_spec import CHUNK, RING, StateGroupSpec
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import DeltaForm, StateRows

@@ -20,13 +20,9 @@ from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, DummySource
 from runtime.worker.warmup import WarmUp
-from tests.support.models.specs import dense_spec
+from tests.support.models.specs import TINY
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
-TINY = dense_spec(
-    num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
-    max_positions=256, norm_eps=1e-5,
-)  # fmt: skip
 
 
 def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:

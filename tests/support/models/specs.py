@@ -51,3 +51,9 @@ def field_of(spec: DecoderSpec, name: str) -> Any:
     parts = [[part for part in (layer, layer.mixer, layer.ffn) if hasattr(part, name)] for layer in spec.layers]
     values = tuple(getattr(own[0], name) for own in parts if own)
     return values[0] if len(set(values)) == 1 else values
+
+
+TINY = dense_spec(
+    num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
+    max_positions=256, norm_eps=1e-5,
+)  # fmt: skip

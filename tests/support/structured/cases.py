@@ -3,7 +3,7 @@
 from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.lazy import LazyEngine
-from runtime.structured.matching.vocabulary import BYTES
+from runtime.text.vocabulary import BYTES
 
 BYTE_ENGINE = LazyEngine(BYTES)
 

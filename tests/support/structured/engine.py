@@ -11,7 +11,7 @@ from runtime.base.types import FinishReason, Grammar, Request, SamplingParams, T
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.speculation.choose_k import Drafter, Speculation
-from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.text.vocabulary import Vocabulary
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -6,12 +6,12 @@ import torch
 
 from runtime.kernels.attention.paged_attention import AttentionForm
 from runtime.kernels.attention.rope import PLAIN_HEADS, HeadForm
+from runtime.kernels.attention.tiled_rows import TiledRows
 from runtime.kernels.cpu.attention.attention import attention, heads_of_task
 from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.latent_rows import copy_heads
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 

@@ -11,9 +11,9 @@ import torch
 
 from runtime.kernels.attention.latent_torch import LatentForm
 from runtime.kernels.attention.paged_attention import AttentionForm
+from runtime.kernels.attention.tiled_rows import TiledRows
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention, kv_form
 from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
-from runtime.kernels.cpu.attention.tiled_rows import TiledRows
 from runtime.kernels.cpu.experts.expert_product import expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows

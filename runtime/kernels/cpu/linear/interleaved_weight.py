@@ -21,8 +21,8 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.cpu.linear import weight_memory
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, E2M1_VALUES, QUAD, ROWS, WeightForm
+from runtime.kernels.linear import weight_memory
 
 
 @dataclass(frozen=True, slots=True)
