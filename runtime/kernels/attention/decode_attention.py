@@ -13,6 +13,7 @@ depend only on its own q, k and v.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,29 @@ _MAX_SPLITS = 32
 _MERGED_ELEMENTS = 8192  # fp32 elements in partial results that are loaded at a time
 
 
+class DecodeForm(NamedTuple):
+    """Constants of `_decode_attention_kernel`."""
+
+    block_size: int
+    head_dim: int
+    group: int  # query heads per kv head
+    tile_tokens: int  # most tokens of a row in one tile
+    num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
+    segment: int  # positions per segment with FIXED, else at least that many
+    fixed: bool  # segments lie at multiples of SEGMENT
+    window: int
+    soft_cap: float
+    scales: str  # none | head | token
+    rows: int  # power of two, at least TILE_TOKENS * GROUP
+    block_m: int  # ROWS or what a matrix instruction needs
+    block_n: int
+    block_d: int
+    merge: int  # segments loaded at a time
+    eager: bool  # a segment's first tile is requested before the wait: with prefix_ready, without FIXED
+    lowest: float  # lower than all scores, yet finite
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
@@ -63,154 +87,140 @@ def _decode_attention_kernel(
     num_rows,
     num_segments,  # most per row
     scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per kv head
-    TILE_TOKENS: tl.constexpr,  # most tokens of a row in one tile
-    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
-    SEGMENT: tl.constexpr,  # positions per segment with FIXED, else at least that many
-    FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SCALES: tl.constexpr,  # none | head | token
-    ROWS: tl.constexpr,  # power of two, at least TILE_TOKENS * GROUP
-    BLOCK_M: tl.constexpr,  # ROWS or what a matrix instruction needs
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr,  # segments loaded at a time
-    EAGER: tl.constexpr,  # a segment's first tile is requested before the wait: with prefix_ready, without FIXED
-    LOWEST: tl.constexpr,  # lower than all scores, yet finite
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `DecodeForm`
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
-    if NUM_ROWS:
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    if FORM.num_rows:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
     else:
         row, row_tile = tile, 0
-    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
-    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
+    start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
-    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, FORM.head_dim, tl.constexpr(FORM.scales))
     length = start + count
     lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    if FIXED:
-        origin = lowest // SEGMENT * SEGMENT
-        segment_len = SEGMENT
+    if FORM.window > 0:
+        lowest = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
+    if FORM.fixed:
+        origin = lowest // FORM.segment * FORM.segment
+        segment_len = FORM.segment
     else:
         origin = lowest
-        segment_len = tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N) * BLOCK_N
-        segment_len = tl.maximum(segment_len, SEGMENT)
+        segment_len = tl.cdiv(tl.cdiv(length - origin, num_splits), FORM.block_n) * FORM.block_n
+        segment_len = tl.maximum(segment_len, FORM.segment)
     segments = tl.cdiv(length - origin, segment_len)
     begin = origin + split * segment_len
-    offsets = tl.arange(0, BLOCK_N)
-    if EAGER:  # requests the first tile, but for what this step's tokens put there
-        places = find_places(table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE)
-        pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
-        old = is_inside(begin + offsets, start - WINDOW + 1, start, WINDOW)
-        k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
-        v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
+    offsets = tl.arange(0, FORM.block_n)
+    if FORM.eager:  # requests the first tile, but for what this step's tokens put there
+        places = find_places(table_ptr, begin + offsets, begin + offsets < length, FORM.block_size)
+        pointers = tile_pointers(k_ptr, places, FORM.head_dim, FORM.block_d)
+        old = is_inside(begin + offsets, start - FORM.window + 1, start, FORM.window)
+        k = load_tile(pointers, old, FORM.head_dim, FORM.block_d)
+        v = load_tile(pointers + kv_stride, old, FORM.head_dim, FORM.block_d)
         k_scales, v_scales = None, None
-        if SCALES == "token":
+        if FORM.scales == "token":
             k_scales, v_scales = load_scales(token_scales_ptr + places, old)
-    sinks = load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M)
+    sinks = load_sinks(sinks_ptr, kv_head, count, FORM.group, FORM.block_m)
     # The previous launch (RoPE and the store of k and v) waited before it let this one start. Rows, tables and, with
     # prefix_ready, all keys before the rows were complete by then.
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (count <= 0) | (split >= segments):
         return
 
-    lanes = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    q_positions = start + lanes // GROUP
-    heads = kv_head * GROUP + lanes % GROUP
-    num_heads = num_kv_heads * GROUP
-    used = lanes < count * GROUP
-    whole = used[:, None] & (dims < HEAD_DIM)[None, :]
-    q_tokens = (q_start + lanes // GROUP).to(tl.int64)
-    q_at = q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+    lanes = tl.arange(0, FORM.block_m)
+    dims = tl.arange(0, FORM.block_d)
+    q_positions = start + lanes // FORM.group
+    heads = kv_head * FORM.group + lanes % FORM.group
+    num_heads = num_kv_heads * FORM.group
+    used = lanes < count * FORM.group
+    whole = used[:, None] & (dims < FORM.head_dim)[None, :]
+    q_tokens = (q_start + lanes // FORM.group).to(tl.int64)
+    q_at = q_ptr + (q_tokens * q_stride + heads * FORM.head_dim)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=whole, other=0.0)
-    if SCALES != "none":
-        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+    if FORM.scales != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, tl.constexpr(FORM.scales))
         scale_log2 = 1.0
 
     alone = (num_splits == 1) | (segments == 1)
     place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if FIXED:
+    m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
+    total = tl.full([FORM.block_m], 0, tl.float32)
+    acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
+    if FORM.fixed:
         m, total, acc = attend_range(
             q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
-            tl.minimum(begin + SEGMENT, length), m, total, acc, scale_log2,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+            tl.minimum(begin + FORM.segment, length), m, total, acc, scale_log2, FORM, True,
         )  # fmt: skip
         if alone:
             acc += 0.0  # merging with nothing does so: no negative zeros
         else:
-            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+            store_segment(
+                acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
+            )
         for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
-                q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * SEGMENT,
-                tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
-                tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
-                BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+                q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * FORM.segment,
+                tl.minimum(origin + (segment + 1) * FORM.segment, length),
+                tl.full([FORM.block_m], FORM.lowest, tl.float32), tl.full([FORM.block_m], 0, tl.float32),
+                tl.full([FORM.block_m, FORM.block_d], 0, tl.float32), scale_log2, FORM, True,
             )  # fmt: skip
             if alone:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
             else:
                 store_segment(
                     acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
-                    ROWS, HEAD_DIM,
+                    FORM.rows, FORM.head_dim,
                 )  # fmt: skip
     else:
         end = tl.minimum(begin + segment_len, length)
-        if EAGER:
+        if FORM.eager:
             positions = begin + offsets
             new = (positions >= start) & (positions < end)
-            k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
-            v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
-            if SCALES == "token":
+            k = tl.where(new[:, None], load_tile(pointers, new, FORM.head_dim, FORM.block_d), k)
+            v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, FORM.head_dim, FORM.block_d), v)
+            if FORM.scales == "token":
                 new_k_scales, new_v_scales = load_scales(token_scales_ptr + places, new)
                 k_scales, v_scales = tl.where(new, new_k_scales, k_scales), tl.where(new, new_v_scales, v_scales)
             m, total, acc = attend_tile(
-                q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
-                True, WINDOW, SOFT_CAP, SCALES,
-            )  # fmt: skip
-            begin += BLOCK_N
+                q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2, True, FORM
+            )
+            begin += FORM.block_n
         m, total, acc = attend_range(
-            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc, scale_log2,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc, scale_log2, FORM,
+            True,
         )  # fmt: skip
         if not alone:
-            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+            store_segment(
+                acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
+            )
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     if alone:
-        total = add_sinks(m, total, sinks, SCALES)
-        total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
-        out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+        total = add_sinks(m, total, sinks, tl.constexpr(FORM.scales))
+        total = finish_total(total, scales_ptr, kv_head, num_kv_heads, tl.constexpr(FORM.scales))
+        out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * FORM.head_dim + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
         return
     counter = counters_ptr + tile * num_kv_heads + kv_head
     if not arrives_last(counter, tl.minimum(segments, num_splits)):
         return
     m, total, acc = merge_segments(
-        acc_ptr, sums_ptr, place, segments, count * GROUP, ROWS, HEAD_DIM, BLOCK_D, MERGE, LOWEST
-    )
-    rows = tl.arange(0, ROWS)
-    whole = (rows < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, ROWS), SCALES)
-    total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
-    q_tokens = (q_start + rows // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + rows % GROUP
-    out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+        acc_ptr, sums_ptr, place, segments, count * FORM.group, FORM.rows, FORM.head_dim, FORM.block_d, FORM.merge,
+        FORM.lowest,
+    )  # fmt: skip
+    rows = tl.arange(0, FORM.rows)
+    whole = (rows < count * FORM.group)[:, None] & (dims < FORM.head_dim)[None, :]
+    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, FORM.group, FORM.rows), tl.constexpr(FORM.scales))
+    total = finish_total(total, scales_ptr, kv_head, num_kv_heads, tl.constexpr(FORM.scales))
+    q_tokens = (q_start + rows // FORM.group).to(tl.int64)
+    heads = kv_head * FORM.group + rows % FORM.group
+    out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
 
 
@@ -317,16 +327,16 @@ def decode_attention(
     _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
         q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
-        torch.empty(partial * 2, dtype=torch.float32, device=q.device),
-        arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
-        segments, scale * LOG2_E,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
-        NUM_ROWS=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0,
-        SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
-        SCALES=scaling(scales),
-        ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
-        MERGE=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))),
-        EAGER=eager, LOWEST=-1e30, PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        torch.empty(partial * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device), q.stride(0),
+        kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E,
+        FORM=DecodeForm(
+            block_size=block_size, head_dim=head_dim, group=group, tile_tokens=tile_tokens,
+            num_rows=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0, segment=segment,
+            fixed=deterministic, window=window, soft_cap=soft_cap, scales=scaling(scales), rows=tile_rows,
+            block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
+            merge=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))), eager=eager, lowest=-1e30, pdl=pdl,
+        ),
+        num_warps=warps, num_stages=stages, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
     return out
 

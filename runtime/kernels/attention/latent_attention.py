@@ -12,6 +12,7 @@ sees.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,33 @@ _MAX_SPLITS = 64
 _LEAST_SEGMENT = 32  # positions
 _MERGED_PART = 128  # head elements that a program merges
 _MAX_PARTIAL = 1 << 25  # elements in segments' results in deterministic mode; with more, segments are not split
-_LOWEST = -1e30  # lower than all scores, yet finite
+
+
+class LatentTiles(NamedTuple):
+    """Constants of `_latent_attention_kernel` and `_merge_latents_kernel`."""
+
+    block_size: int
+    num_heads: int
+    head_dim: int
+    rank: int
+    rope: int
+    heads: int  # heads in a tile
+    tile_tokens: int  # most tokens of a row in one tile
+    num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
+    segment: int  # positions per segment with FIXED, else at least that many
+    fixed: bool  # segments lie at multiples of SEGMENT
+    split: bool  # segments are merged by another kernel
+    block_m: int
+    block_n: int
+    block_rank: int
+    block_rope: int
+    part: int  # part of the rank that a program merges, a power of two
+    pdl: bool
+    merge: int = 16  # segments loaded at a time
+    lowest: float = -1e30  # lower than all scores, yet finite
+    window: int = 0  # this and the next two are for `softmax_step`
+    soft_cap: float = 0.0
+    scales: str = "none"
 
 
 @jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -57,69 +84,53 @@ def _latent_attention_kernel(
     num_rows,
     num_segments,  # most per row
     scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEADS: tl.constexpr,  # heads in a tile
-    TILE_TOKENS: tl.constexpr,  # most tokens of a row in one tile
-    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
-    SEGMENT: tl.constexpr,  # positions per segment with FIXED, else at least that many
-    FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
-    SPLIT: tl.constexpr,  # segments are merged by another kernel
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    LOWEST: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `LatentTiles`
 ):
     tile, head_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_head_tiles, num_splits = tl.num_programs(1), tl.num_programs(2)
-    if NUM_ROWS:
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    if FORM.num_rows:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
     else:
         row, row_tile = tile, 0
-    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
-    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
+    start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     length = start + count
-    segment_len, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
-    if PDL:  # rows and tables are older than the launch before this one
+    segment_len, segments = segments_of(length, num_splits, FORM)
+    if FORM.pdl:  # rows and tables are older than the launch before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (count <= 0) | (split >= segments):
         return
 
-    lanes, dims, rope_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-    q_positions = start + lanes // HEADS
-    heads = head_tile * HEADS + lanes % HEADS
-    used = (lanes < count * HEADS) & (heads < NUM_HEADS)
-    q_tokens = (q_start + lanes // HEADS).to(tl.int64)
-    q_at = ((q_tokens * NUM_HEADS + heads) * RANK)[:, None] + dims[None, :]
-    whole = used[:, None] & (dims < RANK)[None, :]
+    lanes, dims, rope_dims = tl.arange(0, FORM.block_m), tl.arange(0, FORM.block_rank), tl.arange(0, FORM.block_rope)
+    q_positions = start + lanes // FORM.heads
+    heads = head_tile * FORM.heads + lanes % FORM.heads
+    used = (lanes < count * FORM.heads) & (heads < FORM.num_heads)
+    q_tokens = (q_start + lanes // FORM.heads).to(tl.int64)
+    q_at = ((q_tokens * FORM.num_heads + heads) * FORM.rank)[:, None] + dims[None, :]
+    whole = used[:, None] & (dims < FORM.rank)[None, :]
     q = tl.load(q_ptr + q_at, mask=whole, other=0.0)
-    rope_at = (q_tokens * rope_stride + heads * HEAD_DIM)[:, None] + rope_dims[None, :]
-    q_rope = tl.load(rope_ptr + rope_at, mask=used[:, None] & (rope_dims < ROPE)[None, :], other=0.0)
+    rope_at = (q_tokens * rope_stride + heads * FORM.head_dim)[:, None] + rope_dims[None, :]
+    q_rope = tl.load(rope_ptr + rope_at, mask=used[:, None] & (rope_dims < FORM.rope)[None, :], other=0.0)
     place = (tile * num_head_tiles + head_tile).to(tl.int64) * num_segments
 
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
-    if FIXED:
+    m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
+    total = tl.full([FORM.block_m], 0, tl.float32)
+    acc = tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32)
+    if FORM.fixed:
         for segment in range(split, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_latents(
-                q, q_rope, q_positions, kv_ptr, table_ptr, segment * SEGMENT,
-                tl.minimum((segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
-                tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32), scale_log2,
-                BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+                q, q_rope, q_positions, kv_ptr, table_ptr, segment * FORM.segment,
+                tl.minimum((segment + 1) * FORM.segment, length), tl.full([FORM.block_m], FORM.lowest, tl.float32),
+                tl.full([FORM.block_m], 0, tl.float32), tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32),
+                scale_log2, FORM,
             )  # fmt: skip
-            if SPLIT:
+            if FORM.split:
                 store_segment(
                     acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
-                    BLOCK_M, RANK,
+                    FORM.block_m, FORM.rank,
                 )  # fmt: skip
             else:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
@@ -127,20 +138,22 @@ def _latent_attention_kernel(
         begin = split * segment_len
         m, total, acc = attend_latents(
             q, q_rope, q_positions, kv_ptr, table_ptr, begin, tl.minimum(begin + segment_len, length), m, total, acc,
-            scale_log2, BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+            scale_log2, FORM,
         )  # fmt: skip
-        if SPLIT:
-            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK)
-    if not SPLIT:
+        if FORM.split:
+            store_segment(
+                acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.block_m, FORM.rank
+            )
+    if not FORM.split:
         tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
 
 
 @jit
-def segments_of(length, num_splits, SEGMENT: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr):
+def segments_of(length, num_splits, FORM: tl.constexpr):
     """(positions per segment, number of segments) for a tile that sees `length` positions."""
-    segment_len = SEGMENT
-    if not FIXED:
-        segment_len = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N, SEGMENT)
+    segment_len = FORM.segment
+    if not FORM.fixed:
+        segment_len = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), FORM.block_n) * FORM.block_n, FORM.segment)
     return segment_len, tl.cdiv(length, segment_len)
 
 
@@ -149,23 +162,31 @@ def attend_latents(
     q,  # [M, BLOCK_RANK]
     q_rope,  # [M, BLOCK_ROPE]
     q_positions,  # [M]
-    kv_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
-    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-):  # fmt: skip
+    kv_ptr,
+    table_ptr,
+    begin,
+    stop,
+    m,
+    total,
+    acc,
+    scale_log2,
+    FORM: tl.constexpr,
+):
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N, into a running softmax."""
-    dims, rope_dims = tl.arange(0, BLOCK_RANK)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
-    for at in range(begin, stop, BLOCK_N):
-        positions = at + tl.arange(0, BLOCK_N)
+    dims, rope_dims = tl.arange(0, FORM.block_rank)[None, :], tl.arange(0, FORM.block_rope)[None, :]
+    for at in range(begin, stop, FORM.block_n):
+        positions = at + tl.arange(0, FORM.block_n)
         inside = positions < stop
-        vectors = kv_ptr + (find_places(table_ptr, positions, inside, BLOCK_SIZE) * (RANK + ROPE))[:, None]
+        vectors = (
+            kv_ptr + (find_places(table_ptr, positions, inside, FORM.block_size) * (FORM.rank + FORM.rope))[:, None]
+        )
         # Zeros where not inside: what lies beyond a row may be anything, and zero times NaN is NaN.
-        latents = tl.load(vectors + dims, mask=inside[:, None] & (dims < RANK), other=0.0)
-        keys = tl.load(vectors + RANK + rope_dims, mask=inside[:, None] & (rope_dims < ROPE), other=0.0)
+        latents = tl.load(vectors + dims, mask=inside[:, None] & (dims < FORM.rank), other=0.0)
+        keys = tl.load(vectors + FORM.rank + rope_dims, mask=inside[:, None] & (rope_dims < FORM.rope), other=0.0)
         scores = tl.dot(q_rope, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
         m, total, weights, fade = softmax_step(
-            scores, None, None, positions, q_positions, m, total, scale_log2, True, 0, 0.0, "none"
+            scores, None, None, positions, q_positions, m, total, scale_log2, True, FORM
         )
         acc = tl.dot(weights.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
     return m, total, acc
@@ -181,52 +202,40 @@ def _merge_latents_kernel(
     num_rows,
     num_splits,
     num_segments,
-    NUM_HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    FIXED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,  # part of the rank, a power of two
-    MERGE: tl.constexpr,  # segments loaded at a time
-    LOWEST: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `LatentTiles`
 ):
     """A part of one head for a tile's tokens, one after another."""
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if NUM_ROWS:
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    if FORM.num_rows:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
     else:
         row, row_tile = tile, 0
-    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
-    length = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS + count
-    _, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
-    if PDL:
+    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
+    length = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens + count
+    _, segments = segments_of(length, num_splits, FORM)
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dims = part * PART + tl.arange(0, PART)[None, :]
-    tile_of_head = tile * tl.cdiv(NUM_HEADS, HEADS) + head // HEADS
+    dims = part * FORM.part + tl.arange(0, FORM.part)[None, :]
+    tile_of_head = tile * tl.cdiv(FORM.num_heads, FORM.heads) + head // FORM.heads
     for token in range(count):
-        lane = token * HEADS + head % HEADS
-        m = tl.full([1], LOWEST, tl.float32)
+        lane = token * FORM.heads + head % FORM.heads
+        m = tl.full([1], FORM.lowest, tl.float32)
         total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, PART], tl.float32)
-        for first in range(0, segments, MERGE):
-            for i in tl.static_range(MERGE):  # their loads are in flight together
+        acc = tl.full([1, FORM.part], 0, tl.float32)
+        for first in range(0, segments, FORM.merge):
+            for i in tl.static_range(tl.constexpr(FORM.merge)):  # their loads are in flight together
                 here = tl.full([1], first + i, tl.int32) < segments
                 place = tile_of_head.to(tl.int64) * num_segments + first + i
-                sums_at = sums_ptr + place * (2 * BLOCK_M) + lane + tl.zeros([1], tl.int32)
-                other_m = tl.load(sums_at, mask=here, other=LOWEST)
-                other_total = tl.load(sums_at + BLOCK_M, mask=here, other=0.0)
-                acc_at = acc_ptr + place * (BLOCK_M * RANK) + lane * RANK + dims
-                other_acc = tl.load(acc_at, mask=here[:, None] & (dims < RANK), other=0.0)
+                sums_at = sums_ptr + place * (2 * FORM.block_m) + lane + tl.zeros([1], tl.int32)
+                other_m = tl.load(sums_at, mask=here, other=FORM.lowest)
+                other_total = tl.load(sums_at + FORM.block_m, mask=here, other=0.0)
+                acc_at = acc_ptr + place * (FORM.block_m * FORM.rank) + lane * FORM.rank + dims
+                other_acc = tl.load(acc_at, mask=here[:, None] & (dims < FORM.rank), other=0.0)
                 m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
-        at = out_ptr + ((q_start + token).to(tl.int64) * NUM_HEADS + head) * RANK + dims
-        tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims < RANK)
+        at = out_ptr + ((q_start + token).to(tl.int64) * FORM.num_heads + head) * FORM.rank + dims
+        tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims < FORM.rank)
 
 
 def attend_rows(
@@ -260,24 +269,23 @@ def attend_rows(
     partial_rows = programs * segments * block_m if splits > 1 else 0
     acc, sums = (torch.empty(partial_rows * size, dtype=torch.float32, device=q.device) for size in (rank, 2))
     pdl = use_pdl(q)
-    shared = {
-        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": -(-num_heads // head_tiles), "TILE_TOKENS": tile_tokens,
-        "NUM_ROWS": 0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows), "SEGMENT": segment,
-        "FIXED": deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOWEST": _LOWEST, "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
-    }  # fmt: skip
+    part = min(_MERGED_PART, next_power_of_2(rank))
+    form = LatentTiles(
+        block_size, num_heads, rope.stride(1), rank, rope_dim, heads=-(-num_heads // head_tiles),
+        tile_tokens=tile_tokens, num_rows=0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows),
+        segment=segment, fixed=deterministic, split=splits > 1, block_m=block_m, block_n=block_n,
+        block_rank=next_power_of_2(rank), block_rope=max(_TILE_ROWS, next_power_of_2(rope_dim)), part=part, pdl=pdl,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if pdl else {}
     _latent_attention_kernel[(num_tiles, head_tiles, splits)](
         q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
-        rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, BLOCK_SIZE=block_size, HEAD_DIM=rope.stride(1),
-        ROPE=rope_dim, SPLIT=splits > 1, BLOCK_RANK=next_power_of_2(rank),
-        BLOCK_ROPE=max(_TILE_ROWS, next_power_of_2(rope_dim)), **shared, num_warps=warps, num_stages=stages,
+        rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, form, num_warps=warps, num_stages=stages,
+        **options,
     )  # fmt: skip
     if splits > 1:
-        part = min(_MERGED_PART, next_power_of_2(rank))
         _merge_latents_kernel[(num_tiles, num_heads, -(-rank // part))](
-            out, rows.starts, rows.q_starts, acc, sums, rows.num_rows, splits, segments, PART=part, MERGE=16, **shared,
-            num_warps=1,
-        )  # fmt: skip
+            out, rows.starts, rows.q_starts, acc, sums, rows.num_rows, splits, segments, form, num_warps=1, **options
+        )
     return out
 
 

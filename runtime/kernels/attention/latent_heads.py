@@ -6,12 +6,27 @@ all sums one order."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 _MANY = 64  # tokens from which tiles are large
 _WHOLE_ROWS = 512  # matrix rows that fit into a program's registers
+
+
+class HeadProductForm(NamedTuple):
+    """Constants of `_head_product_kernel`."""
+
+    k: int
+    n: int
+    k_stride: int  # distance of matrix rows
+    n_stride: int  # distance of matrix columns
+    block_m: int
+    block_n: int
+    block_k: int
+    pdl: bool
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -25,35 +40,28 @@ def _head_product_kernel(
     weight_stride,
     out_stride,
     out_head_stride,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    K_STRIDE: tl.constexpr,  # distance of matrix rows
-    N_STRIDE: tl.constexpr,  # distance of matrix columns
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `HeadProductForm`
 ):
     head = tl.program_id(2).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + head * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
+    tokens = tl.program_id(0) * FORM.block_m + tl.arange(0, FORM.block_m)
+    cols = tl.program_id(1) * FORM.block_n + tl.arange(0, FORM.block_n)
+    ks = tl.arange(0, FORM.block_k)
+    weights = weight_ptr + head * weight_stride + ks[:, None] * FORM.k_stride + cols[None, :] * FORM.n_stride
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
-    is_token, is_col = (tokens < num_tokens)[:, None], (cols < N)[None, :]
-    WHOLE: tl.constexpr = BLOCK_K >= K
+    is_token, is_col = (tokens < num_tokens)[:, None], (cols < FORM.n)[None, :]
+    WHOLE: tl.constexpr = FORM.block_k >= FORM.k
     if WHOLE:  # loaded before the wait: no kernel in a step writes weights
-        whole = tl.load(weights, mask=is_col & (ks < K)[:, None], other=0.0)
-    if PDL:
+        whole = tl.load(weights, mask=is_col & (ks < FORM.k)[:, None], other=0.0)
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.full([FORM.block_m, FORM.block_n], 0, tl.float32)
     if WHOLE:
-        x = tl.load(xs, mask=is_token & (ks < K)[None, :], other=0.0)
+        x = tl.load(xs, mask=is_token & (ks < FORM.k)[None, :], other=0.0)
         acc = tl.dot(x, whole, acc, input_precision="ieee")
-    for start in range(K if WHOLE else 0, K, BLOCK_K):
-        x = tl.load(xs + start, mask=is_token & (ks < K - start)[None, :], other=0.0)
-        weight = tl.load(weights + start * K_STRIDE, mask=is_col & (ks < K - start)[:, None], other=0.0)
+    for start in range(FORM.k if WHOLE else 0, FORM.k, FORM.block_k):
+        x = tl.load(xs + start, mask=is_token & (ks < FORM.k - start)[None, :], other=0.0)
+        weight = tl.load(weights + start * FORM.k_stride, mask=is_col & (ks < FORM.k - start)[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
     at = out_ptr + (tokens.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_token & is_col)
@@ -77,9 +85,11 @@ def head_product_triton(
     pdl = use_pdl(x)
     _head_product_kernel[(-(-num_tokens // block_m), -(-size_out // block_n), num_heads)](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), weight.stride(0), out.stride(0), out.stride(1),
-        K=size_in, N=size_out, K_STRIDE=weight.stride(1), N_STRIDE=weight.stride(2),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl, num_warps=warps, num_stages=stages,
-        **({"launch_pdl": True} if pdl else {}),
+        FORM=HeadProductForm(
+            k=size_in, n=size_out, k_stride=weight.stride(1), n_stride=weight.stride(2), block_m=block_m,
+            block_n=block_n, block_k=block_k, pdl=pdl,
+        ),
+        num_warps=warps, num_stages=stages, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
     return out
 

@@ -170,15 +170,15 @@ def load_scales(pointers, inside):
 
 @jit
 def attend_tile(
-    q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+    q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2, MASKED: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys and values to the running softmax; they may be quantized."""
-    if SCALES != "none":
+    if FORM.scales != "none":
         k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     m, total, weights, fade = softmax_step(
-        scores, k_scales, v_scales, positions, q_positions, m, total, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+        scores, k_scales, v_scales, positions, q_positions, m, total, scale_log2, MASKED, FORM
     )
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return m, total, acc
@@ -187,7 +187,7 @@ def attend_tile(
 @jit
 def softmax_step(
     scores,  # [M, N] q k^T
-    k_scales,  # [N], read if SCALES is "token"
+    k_scales,  # [N], read if FORM.scales is "token"
     v_scales,
     positions,  # [N]
     q_positions,  # [M]
@@ -195,28 +195,26 @@ def softmax_step(
     total,  # [M] sum of 2**(score - m)
     scale_log2,  # scale * log2(e), positive
     MASKED: tl.constexpr,  # false if each q sees all positions
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SCALES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One step of the online softmax (arXiv 1805.02867, 2205.14135): (m, total, the values' weights [M, N], the factor
     for sums so far). Since m is finite, -inf is handled like any score."""
-    if SCALES == "token":
+    if FORM.scales == "token":
         scores *= k_scales.to(tl.float32)[None, :]
-    if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
-        scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / SOFT_CAP)) + 1)
-        scale_log2 = SOFT_CAP * 1.4426950408889634
+    if FORM.soft_cap > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
+        scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / FORM.soft_cap)) + 1)
+        scale_log2 = FORM.soft_cap * 1.4426950408889634
     if MASKED:
         seen = positions[None, :] <= q_positions[:, None]
-        if WINDOW > 0:
-            seen &= positions[None, :] > q_positions[:, None] - WINDOW
+        if FORM.window > 0:
+            seen &= positions[None, :] > q_positions[:, None] - FORM.window
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
-    weight_of_one = top - WEIGHT_LOG2 if SCALES == "token" else top
+    weight_of_one = top - WEIGHT_LOG2 if FORM.scales == "token" else top
     weights = tl.exp2(scores * scale_log2 - weight_of_one[:, None])
     fade = tl.exp2(m - top)
     total = total * fade + tl.sum(weights, axis=1)
-    if SCALES == "token":
+    if FORM.scales == "token":
         weights *= v_scales.to(tl.float32)[None, :]
     return top, total, weights, fade
 
@@ -244,66 +242,63 @@ def add_sinks(m, total, sinks, SCALES: tl.constexpr):
 
 @jit
 def attend_range(
-    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2, FORM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
-    if SCALES == "none":
-        first = first_seen(q_positions, WINDOW)
-        for at in range(begin, stop, BLOCK_N):
-            positions = at + tl.arange(0, BLOCK_N)
-            inside = is_inside(positions, first, stop, WINDOW) if MASKED else None
-            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
-            pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
-            k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
-            v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
+    if FORM.scales == "none":
+        first = first_seen(q_positions, FORM.window)
+        for at in range(begin, stop, FORM.block_n):
+            positions = at + tl.arange(0, FORM.block_n)
+            inside = is_inside(positions, first, stop, FORM.window) if MASKED else None
+            places = find_places(table_ptr, positions, inside, FORM.block_size)
+            pointers = tile_pointers(k_ptr, places, FORM.head_dim, FORM.block_d)
+            k = load_tile(pointers, inside, FORM.head_dim, FORM.block_d)
+            v = load_tile(pointers + kv_stride, inside, FORM.head_dim, FORM.block_d)
             m, total, acc = attend_tile(
-                q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+                q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, FORM
             )
     else:
         m, total, acc = _attend_quantized(
-            q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, WINDOW, SOFT_CAP, SCALES,
-        )  # fmt: skip
+            q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, FORM, MASKED
+        )
     return m, total, acc
 
 
 @jit
 def _attend_quantized(
-    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, FORM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """`attend_range` for a quantized cache.
 
     A product takes values by position pairs, and shared memory would swap a pair's bytes. Two neighbouring
     dimensions are therefore read as one int16, and even and odd dimensions are multiplied separately."""
-    PAIRS: tl.constexpr = HEAD_DIM // 2
-    HALF: tl.constexpr = BLOCK_D // 2
+    PAIRS: tl.constexpr = FORM.head_dim // 2
+    HALF: tl.constexpr = FORM.block_d // 2
     STORED: tl.constexpr = k_ptr.dtype.element_ty
     q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
     even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
     k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    offsets, first = tl.arange(0, BLOCK_N), first_seen(q_positions, WINDOW)
-    for at in range(begin, stop, BLOCK_N):
+    offsets, first = tl.arange(0, FORM.block_n), first_seen(q_positions, FORM.window)
+    for at in range(begin, stop, FORM.block_n):
         positions = at + offsets
-        inside = is_inside(positions, first, stop, WINDOW) if MASKED else None
-        if BLOCK_N % BLOCK_SIZE == 0:  # a tile begins with a block: what lies within one is the same for all
-            places = find_places(table_ptr + at // BLOCK_SIZE, offsets, inside, BLOCK_SIZE)
+        inside = is_inside(positions, first, stop, FORM.window) if MASKED else None
+        if FORM.block_n % FORM.block_size == 0:  # a tile begins with a block: what lies within one is the same for all
+            places = find_places(table_ptr + at // FORM.block_size, offsets, inside, FORM.block_size)
         else:
-            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+            places = find_places(table_ptr, positions, inside, FORM.block_size)
         pointers = tile_pointers(k_ptr, places, PAIRS, HALF)
         k_even, k_odd = upcast_pairs(load_tile(pointers, inside, PAIRS, HALF), STORED, q.dtype)
         v_even, v_odd = upcast_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), STORED, q.dtype)
-        if SCALES == "token":
+        if FORM.scales == "token":
             k_scales, v_scales = load_scales(scales_ptr + places, inside)
         else:
             k_scales, v_scales = None, None
         scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
         m, total, weights, fade = softmax_step(
-            scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, WINDOW, SOFT_CAP, SCALES
+            scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, FORM
         )
         weights = weights.to(q.dtype)
         even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")

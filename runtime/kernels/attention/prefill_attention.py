@@ -11,6 +11,8 @@ work over all programs that run at a time. The device computes it, because a cap
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.kernels.attention.decode_attention import (
@@ -41,6 +43,27 @@ _PROGRAMS_PER_SM = 2  # programs that run at a time
 _MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time
 
 
+class PrefillForm(NamedTuple):
+    """Constants of `_prefill_attention_kernel`."""
+
+    block_size: int
+    head_dim: int
+    num_kv_heads: int
+    group: int  # query heads per kv head
+    tile_tokens: int  # BLOCK_M // GROUP
+    num_rows: int  # power of two, at least num_rows
+    shared: int  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
+    least_segment: int  # positions, a multiple of BLOCK_N
+    window: int
+    soft_cap: float
+    scales: str  # none | head | token
+    block_m: int
+    block_n: int
+    block_d: int
+    merge: int  # segments loaded at a time
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
@@ -61,93 +84,87 @@ def _prefill_attention_kernel(
     table_stride,
     num_rows,
     scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per kv head
-    TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
-    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
-    SHARED: tl.constexpr,  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
-    LEAST_SEGMENT: tl.constexpr,  # positions, a multiple of BLOCK_N
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SCALES: tl.constexpr,  # none | head | token
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr,  # segments loaded at a time
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `PrefillForm`
 ):
-    if SHARED:
-        kv_head, place = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
+    if FORM.shared:
+        kv_head, place = tl.program_id(0) % FORM.num_kv_heads, tl.program_id(0) // FORM.num_kv_heads
         row, row_tile, segment, segment_len = _find_segment(
-            q_starts_ptr, starts_ptr, place, num_rows, TILE_TOKENS, NUM_ROWS, SHARED // NUM_KV_HEADS, LEAST_SEGMENT,
-            WINDOW, BLOCK_N,
+            q_starts_ptr, starts_ptr, place, num_rows, FORM.tile_tokens, FORM.num_rows,
+            FORM.shared // FORM.num_kv_heads, FORM.least_segment, FORM.window, FORM.block_n,
         )  # fmt: skip
     else:
         place = tl.num_programs(0) - 1 - tl.program_id(0)
-        kv_head, tile = NUM_KV_HEADS - 1 - place % NUM_KV_HEADS, place // NUM_KV_HEADS
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
-    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
-    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+        kv_head, tile = FORM.num_kv_heads - 1 - place % FORM.num_kv_heads, place // FORM.num_kv_heads
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
+    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
+    start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    if PDL:  # rows and tables are older than the launch before this one, which has waited before it let this one start
+    # Rows and tables are older than the launch before this one, which has waited before it let this one start.
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     begin, end = 0, start + count
-    seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
-    if WINDOW > 0:
-        begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    seen_by_all = (start + 1) // FORM.block_n * FORM.block_n
+    if FORM.window > 0:
+        begin = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
         seen_by_all = begin  # windows are masked throughout
-    if SHARED:  # the compiler infers from products with BLOCK_N that places in a block lie in a row
+    if FORM.shared:  # the compiler infers from products with BLOCK_N that places in a block lie in a row
         segments = tl.cdiv(end - begin, segment_len)
         if segment >= segments:
             return
         begin += segment * segment_len
         end = tl.minimum(begin + segment_len, end)
-        seen_by_all = tl.minimum(tl.maximum(seen_by_all // BLOCK_N, begin // BLOCK_N), end // BLOCK_N) * BLOCK_N
+        seen_by_all = (
+            tl.minimum(tl.maximum(seen_by_all // FORM.block_n, begin // FORM.block_n), end // FORM.block_n)
+            * FORM.block_n
+        )
 
-    lanes = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    q_positions = start + lanes // GROUP
-    heads = kv_head * GROUP + lanes % GROUP
-    whole = (lanes < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_tokens = (q_start + lanes // GROUP).to(tl.int64)
-    q = tl.load(q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=whole, other=0.0)
-    if SCALES != "none":
-        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+    lanes = tl.arange(0, FORM.block_m)
+    dims = tl.arange(0, FORM.block_d)
+    q_positions = start + lanes // FORM.group
+    heads = kv_head * FORM.group + lanes % FORM.group
+    whole = (lanes < count * FORM.group)[:, None] & (dims < FORM.head_dim)[None, :]
+    q_tokens = (q_start + lanes // FORM.group).to(tl.int64)
+    q = tl.load(q_ptr + (q_tokens * q_stride + heads * FORM.head_dim)[:, None] + dims[None, :], mask=whole, other=0.0)
+    if FORM.scales != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, tl.constexpr(FORM.scales))
         scale_log2 = 1.0
-    m = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([FORM.block_m], -1e30, tl.float32)
+    total = tl.full([FORM.block_m], 0, tl.float32)
+    acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
 
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
-    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, FORM.head_dim, tl.constexpr(FORM.scales))
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all,
-        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP, SCALES,
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all, m, total, acc, scale_log2,
+        FORM, False,
     )  # fmt: skip
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end,
-        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end, m, total, acc, scale_log2,
+        FORM, True,
     )  # fmt: skip
-    if SHARED:  # noqa: SIM102  # a constant, without which the names below are unknown
+    if FORM.shared:  # noqa: SIM102  # a constant, without which the names below are unknown
         if segments > 1:
-            place += kv_head * (SHARED // NUM_KV_HEADS)
-            used = lanes < count * GROUP
-            store_segment(acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, BLOCK_M, HEAD_DIM)
+            place += kv_head * (FORM.shared // FORM.num_kv_heads)
+            used = lanes < count * FORM.group
+            store_segment(
+                acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, FORM.block_m, FORM.head_dim
+            )
             place -= segment  # the tile's first segment's place
             if not arrives_last(counters_ptr + place, segments):
                 return
             m, total, acc = merge_segments(
-                acc_ptr, sums_ptr, place, segments, count * GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, MERGE, -1e30
-            )
-    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M), SCALES)
-    total = finish_total(total, scales_ptr, kv_head, NUM_KV_HEADS, SCALES)
-    out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+                acc_ptr, sums_ptr, place, segments, count * FORM.group, FORM.block_m, FORM.head_dim, FORM.block_d,
+                FORM.merge, -1e30,
+            )  # fmt: skip
+    total = add_sinks(
+        m, total, load_sinks(sinks_ptr, kv_head, count, FORM.group, FORM.block_m), tl.constexpr(FORM.scales)
+    )
+    total = finish_total(total, scales_ptr, kv_head, FORM.num_kv_heads, tl.constexpr(FORM.scales))
+    out_at = out_ptr + (q_tokens * (FORM.num_kv_heads * FORM.group) + heads)[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
 
 
@@ -236,14 +253,15 @@ def prefill_attention(
     _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
         q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
-        torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device),
-        arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
-        scale * LOG2_E,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, GROUP=group, TILE_TOKENS=tile_tokens,
-        NUM_ROWS=rows_searched(rows.num_rows), SHARED=shared, LEAST_SEGMENT=_LEAST_SEGMENT, WINDOW=window,
-        SOFT_CAP=soft_cap, SCALES=scaling(scales), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        MERGE=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
-        PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
+        torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
+        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
+        FORM=PrefillForm(
+            block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, tile_tokens=tile_tokens,
+            num_rows=rows_searched(rows.num_rows), shared=shared, least_segment=_LEAST_SEGMENT, window=window,
+            soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n, block_d=block_d,
+            merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)), pdl=pdl,
+        ),
+        **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
     return out
 

@@ -144,6 +144,21 @@ def rope_store_kv_torch(
     return qkv[:, :num_heads]
 
 
+class RopeForm(NamedTuple):
+    """Constants of `_rope_store_kv_kernel`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    v_norm: bool
+    heads: str  # qkv | qk | q
+    scales: str  # none | head | token
+    block_heads: int  # heads per program
+    block_half: int  # power of two, at least HEAD_DIM / 2
+    pdl: bool
+
+
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _rope_store_kv_kernel(
     qkv_ptr,  # [num_tokens, all heads of HEADS, HEAD_DIM], tokens qkv_stride apart
@@ -159,68 +174,61 @@ def _rope_store_kv_kernel(
     sin_offset,
     cache_positions,  # distance from one head's cache to the next
     eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    V_NORM: tl.constexpr,
-    HEADS: tl.constexpr,  # qkv | qk | q
-    SCALES: tl.constexpr,  # none | head | token
-    BLOCK_HEADS: tl.constexpr,  # heads per program
-    BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `RopeForm`
 ):
-    HALF: tl.constexpr = HEAD_DIM // 2
-    TOTAL: tl.constexpr = NUM_HEADS if HEADS == "q" else NUM_HEADS + 2 * NUM_KV_HEADS
+    HALF: tl.constexpr = FORM.head_dim // 2
+    TOTAL: tl.constexpr = FORM.num_heads if FORM.heads == "q" else FORM.num_heads + 2 * FORM.num_kv_heads
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-    dims = tl.arange(0, BLOCK_HALF)[None, :]
-    is_q, is_v = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
+    heads = tl.program_id(1) * FORM.block_heads + tl.arange(0, FORM.block_heads)[:, None]
+    dims = tl.arange(0, FORM.block_half)[None, :]
+    is_q, is_v = heads < FORM.num_heads, heads >= FORM.num_heads + FORM.num_kv_heads
     inside = (heads < TOTAL) & (dims < HALF)
     # Before the wait: qkv comes from the kernel before this one, positions and kv_index from earlier ones.
-    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + HALF + dims  # here sin is not negated
+    row = (
+        table_ptr + tl.load(positions_ptr + token).to(tl.int64) * FORM.head_dim + HALF + dims
+    )  # here sin is not negated
     cos = tl.load(row, mask=dims < HALF, other=0.0).to(tl.float32)
     sin = tl.load(row + sin_offset, mask=dims < HALF, other=0.0).to(tl.float32)
-    place = (heads - NUM_HEADS).to(tl.int64) * cache_positions + tl.load(kv_index_ptr + token)
-    if QK_NORM:
+    place = (heads - FORM.num_heads).to(tl.int64) * cache_positions + tl.load(kv_index_ptr + token)
+    if FORM.qk_norm:
         q_norm_low = tl.load(q_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
         q_norm_high = tl.load(q_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
         k_norm_low = tl.load(k_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
         k_norm_high = tl.load(k_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    sources = tl.where(is_v, heads - NUM_KV_HEADS, heads) if HEADS == "qk" else heads
-    at = qkv_ptr + token * qkv_stride + sources * HEAD_DIM + dims
+    sources = tl.where(is_v, heads - FORM.num_kv_heads, heads) if FORM.heads == "qk" else heads
+    at = qkv_ptr + token * qkv_stride + sources * FORM.head_dim + dims
     low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    if QK_NORM:
+    if FORM.qk_norm:
         squares = tl.sum(low * low + high * high, axis=1)
-        scale = (1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
-        v_low, v_high = (low * scale, high * scale) if V_NORM else (low, high)
+        scale = (1.0 / tl.sqrt(squares / FORM.head_dim + eps))[:, None]
+        v_low, v_high = (low * scale, high * scale) if FORM.v_norm else (low, high)
         low = tl.where(is_v, v_low, low * scale * tl.where(is_q, q_norm_low, k_norm_low))
         high = tl.where(is_v, v_high, high * scale * tl.where(is_q, q_norm_high, k_norm_high))
     turned_low = tl.where(is_v, low, low * cos - high * sin)
     turned_high = tl.where(is_v, high, high * cos + low * sin)
-    at_q = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + dims
-    at_kv = kv_ptr + place * HEAD_DIM + dims
+    at_q = q_ptr + (token * FORM.num_heads + heads) * FORM.head_dim + dims
+    at_kv = kv_ptr + place * FORM.head_dim + dims
     tl.store(at_q, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_q)
     tl.store(at_q + HALF, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_q)
-    if SCALES == "head":
-        inverse = tl.div_rn(1.0, tl.load(scales_ptr + heads - NUM_HEADS, mask=(heads < TOTAL) & ~is_q, other=1.0))
+    if FORM.scales == "head":
+        inverse = tl.div_rn(1.0, tl.load(scales_ptr + heads - FORM.num_heads, mask=(heads < TOTAL) & ~is_q, other=1.0))
         turned_low = to_e4m3(within(turned_low * inverse, 448.0))
         turned_high = to_e4m3(within(turned_high * inverse, 448.0))
-    if SCALES == "token":
+    if FORM.scales == "token":
         largest = largest_magnitude(larger(tl.abs(turned_low), tl.abs(turned_high)), 1)
         scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
-        key_place = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
+        key_place = place - tl.where(is_v, FORM.num_kv_heads * cache_positions, 0)
         tl.store(scales_ptr + key_place * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
         scale = scale.to(tl.float32)
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a zero head has scale 0
         turned_low = round_to_integer(within(turned_low * inverse, 127.0))
         turned_high = round_to_integer(within(turned_high * inverse, 127.0))
-    tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
-    tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
+    tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= FORM.num_heads))
+    tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= FORM.num_heads))
 
 
 def rope_store_kv_triton(
@@ -245,8 +253,11 @@ def rope_store_kv_triton(
         _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
             qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
             kv if scales is None else scales, qkv.stride(0), table.stride(0), kv.stride(1) // head_dim, eps,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
-            V_NORM=v_norm, HEADS=heads, SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
+            FORM=RopeForm(
+                num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=q_norm is not None,
+                v_norm=v_norm, heads=heads, scales=scaling(scales), block_heads=block_heads, block_half=block_half,
+                pdl=pdl,
+            ),
             num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return q

@@ -39,6 +39,23 @@ class FewTiles(NamedTuple):
 TILES = FewTiles(SkinnyGemmConfig(4, 1024, 4, 2), SkinnyGemmConfig(4, 512, 2, 2))
 
 
+class FewForm(NamedTuple):
+    """Constants of `_few_choices_kernel`."""
+
+    k: int
+    norm: bool
+    bias: bool
+    experts: int  # shared ones excluded
+    choices: int
+    shared: int
+    warps: int
+    block_n: int
+    block_k: int
+    ahead: int
+    prefetches: bool
+    pdl: bool
+
+
 @jit
 def _few_choices_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_tokens, CHOICES, K]; rows x_stride apart
@@ -53,74 +70,63 @@ def _few_choices_kernel(
     x_stride,
     N,
     eps,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
+    FORM: tl.constexpr,  # `FewForm`
     ACTIVATION: tl.constexpr,  # None for the second product
-    EXPERTS: tl.constexpr,  # shared ones excluded
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PREFETCHES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program (t, i, j): weight rows from i * BLOCK_N for a choice of token t; the shared experts are the first j."""
     token, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    choice = (place + CHOICES - SHARED) % CHOICES
-    at = token * CHOICES + choice
-    rows = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1)
-    cols = tl.arange(0, BLOCK_K)[None, :]
-    row_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * K + cols
-    size = N.to(tl.int64) * K
-    expert = EXPERTS + place
+    choice = (place + FORM.choices - FORM.shared) % FORM.choices
+    at = token * FORM.choices + choice
+    rows = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, FORM.block_n), N - 1)
+    cols = tl.arange(0, FORM.block_k)[None, :]
+    row_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * FORM.k + cols
+    size = N.to(tl.int64) * FORM.k
+    expert = FORM.experts + place
     if ACTIVATION is not None:
-        if PREFETCHES and place < SHARED:
-            _prefetch(weight_ptr + expert * size, block, N, K, ACTIVATION, WARPS, BLOCK_N)
-        if PDL:
+        if FORM.prefetches and place < FORM.shared:
+            _prefetch(weight_ptr + expert * size, block, N, FORM, ACTIVATION)
+        if FORM.pdl:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        if place >= SHARED:
+        if place >= FORM.shared:
             expert = tl.load(ids_ptr + at)
     else:
         expert = tl.load(ids_ptr + at)
     weights = row_ptrs + expert * size
-    w = request_weights(weights, cols, 0, K)
+    w = request_weights(weights, cols, 0, FORM.k)
     next_w = w
-    if AHEAD == 2 and BLOCK_K < K:
-        next_w = request_weights(weights, cols, BLOCK_K, K)
-    if PDL and ACTIVATION is None:
+    if FORM.ahead == 2 and FORM.block_k < FORM.k:
+        next_w = request_weights(weights, cols, FORM.block_k, FORM.k)
+    if FORM.pdl and ACTIVATION is None:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     xs = x_ptr + (token if ACTIVATION is not None else at) * x_stride + cols
-    y = vector_product(w, next_w, weights, xs, norm_ptr, cols, eps, K, NORM, BLOCK_N, BLOCK_K, AHEAD)
-    if BIAS:
+    y = vector_product(
+        w, next_w, weights, xs, norm_ptr, cols, eps, FORM.k, FORM.norm, FORM.block_n, FORM.block_k, FORM.ahead
+    )
+    if FORM.bias:
         y += tl.load(bias_ptr + expert * N + rows).to(tl.float32)
     width = N
-    outs = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    outs = block * FORM.block_n + tl.arange(0, FORM.block_n)
     if ACTIVATION is not None:
-        gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
+        gate, up = tl.split(tl.reshape(y, (FORM.block_n // 2, 2)))
         y = gated_by(gate, up, ACTIVATION)
         width = N // 2
-        outs = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        outs = block * (FORM.block_n // 2) + tl.arange(0, FORM.block_n // 2)
     tl.store(out_ptr + at * width + outs, y.to(out_ptr.dtype.element_ty), mask=outs < width)
     if ACTIVATION is None:
         counter = counters_ptr + token * tl.num_programs(1) + block
-        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, outs, N, CHOICES)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, outs, N, FORM.choices)
 
 
 @jit
-def _prefetch(
-    weight_ptr, block, N, K: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _prefetch(weight_ptr, block, N, FORM: tl.constexpr, ACTIVATION: tl.constexpr):
     """Request the weight rows of a block for the second-level cache; a thread requests one row, or none."""
-    threads = tl.arange(0, 32 * WARPS)
-    rows = tl.minimum(weight_rows(block * BLOCK_N + threads, N, ACTIVATION), N - 1)
-    size = K * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    places = (weight_ptr + rows.to(tl.int64) * K).to(tl.int64)
-    sizes = tl.where(threads < BLOCK_N, size, 0)
+    threads = tl.arange(0, 32 * FORM.warps)
+    rows = tl.minimum(weight_rows(block * FORM.block_n + threads, N, ACTIVATION), N - 1)
+    size = FORM.k * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    places = (weight_ptr + rows.to(tl.int64) * FORM.k).to(tl.int64)
+    sizes = tl.where(threads < FORM.block_n, size, 0)
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [places, sizes], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -154,11 +160,13 @@ def add_few_choices(
         (_, size_out, size_in), pdl = weight.shape, use_pdl(x)
         _few_choices_kernel[(len(x), -(-size_out // tile.block_n), spec.choices)](
             rows, x if norm is None else norm, weight, x if bias is None else bias, to, ids, weights, out, counters,
-            rows.stride(0), size_out, eps, K=size_in, NORM=norm is not None, BIAS=bias is not None,
-            ACTIVATION=own_activation, EXPERTS=spec.num_experts, CHOICES=spec.choices, SHARED=spec.shared,
-            WARPS=tile.num_warps, BLOCK_N=tile.block_n, BLOCK_K=max(min(tile.block_k, next_power_of_2(size_in)), 8),
-            AHEAD=tile.stages,
+            rows.stride(0), size_out, eps,
             # Only sm_90 and later have `_prefetch`'s instruction, which requests multiples of 16 bytes.
-            PREFETCHES=pdl and size_in * weight.element_size() % 16 == 0,
-            PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+            FORM=FewForm(
+                k=size_in, norm=norm is not None, bias=bias is not None, experts=spec.num_experts, choices=spec.choices,
+                shared=spec.shared, warps=tile.num_warps, block_n=tile.block_n,
+                block_k=max(min(tile.block_k, next_power_of_2(size_in)), 8), ahead=tile.stages,
+                prefetches=pdl and size_in * weight.element_size() % 16 == 0, pdl=pdl,
+            ),
+            ACTIVATION=own_activation, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip

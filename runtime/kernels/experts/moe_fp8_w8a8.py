@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,21 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
 
 
+class Fp8Form(NamedTuple):
+    """Constants of `_moe_fp8_w8a8_kernel`."""
+
+    k: int
+    per_token: int
+    bias: bool
+    block_scales: bool
+    single: bool  # tile i has choice i alone
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    pdl: bool
+
+
 @jit
 def _moe_fp8_w8a8_kernel(
     x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K]
@@ -46,50 +62,43 @@ def _moe_fp8_w8a8_kernel(
     residual_ptr,  # [num_tokens, N], added to
     counters_ptr,  # [num_tokens, tiles of N] int32 zeros
     N,
-    K: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    BIAS: tl.constexpr,
+    FORM: tl.constexpr,  # `Fp8Form`
     ACTIVATION: tl.constexpr,
-    BLOCK_SCALES: tl.constexpr,
-    SINGLE: tl.constexpr,  # tile i has choice i alone
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program (i, j): choice tile i and weight row tile j."""
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0)
-    expert, choices, live = choices_of_tile(place, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    expert, choices, live = choices_of_tile(place, experts_ptr, choices_ptr, FORM.single, FORM.block_m)
     if expert < 0:
         return
-    sources = choices // PER_TOKEN if ACTIVATION is not None else choices
-    first = tl.program_id(1) * BLOCK_N
-    cols, inner = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    sources = choices // FORM.per_token if ACTIVATION is not None else choices
+    first = tl.program_id(1) * FORM.block_n
+    cols, inner = first + tl.arange(0, FORM.block_n), tl.arange(0, FORM.block_k)
     size = (2 if ACTIVATION is not None else 1) * N
     row = expert * size + first
-    xs = x_ptr + sources.to(tl.int64)[:, None] * K + inner[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(xs + start, mask=live[:, None] & (inner < K - start)[None, :], other=0.0).T
+    xs = x_ptr + sources.to(tl.int64)[:, None] * FORM.k + inner[None, :]
+    acc = tl.full((FORM.block_n, FORM.block_m), 0, tl.float32)
+    up = tl.full((FORM.block_n, FORM.block_m), 0, tl.float32)
+    for start in tl.range(0, FORM.k, FORM.block_k, num_stages=FORM.stages):
+        x = tl.load(xs + start, mask=live[:, None] & (inner < FORM.k - start)[None, :], other=0.0).T
         part = tl.dot(weights.load([row, start]), x)
-        if BLOCK_SCALES:
+        if FORM.block_scales:
             block = scales_ptr + start // 128
-            part *= tl.load(block + row // 128 * (K // 128))
+            part *= tl.load(block + row // 128 * (FORM.k // 128))
         if ACTIVATION is None:
-            part *= tl.load(x_scales_ptr + sources * (K // BLOCK_K) + start // BLOCK_K, mask=live, other=0.0)[None, :]
+            part *= tl.load(
+                x_scales_ptr + sources * (FORM.k // FORM.block_k) + start // FORM.block_k, mask=live, other=0.0
+            )[None, :]
         acc += part
         if ACTIVATION is not None:
             part = tl.dot(weights.load([row + N, start]), x)
-            if BLOCK_SCALES:
-                part *= tl.load(block + (row + N) // 128 * (K // 128))
+            if FORM.block_scales:
+                part *= tl.load(block + (row + N) // 128 * (FORM.k // 128))
             up += part
     row_of = expert * size + tl.minimum(cols, N - 1)
-    if not BLOCK_SCALES:
+    if not FORM.block_scales:
         acc *= tl.load(scales_ptr + row_of)[:, None]
         if ACTIVATION is not None:
             up *= tl.load(scales_ptr + row_of + N)[:, None]
@@ -99,21 +108,21 @@ def _moe_fp8_w8a8_kernel(
         x_scales = tl.load(x_scales_ptr + sources, mask=live, other=0.0)[None, :]
         gate = acc * x_scales
         up *= x_scales
-        if BIAS:
+        if FORM.bias:
             gate += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
             up += tl.load(bias_ptr + row_of + N)[:, None].to(tl.float32)
         y = tl.where(inside, gated_by(gate, up, ACTIVATION), 0.0)
         largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
         tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
-        tl.store(out_scales_ptr + choices * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
+        tl.store(out_scales_ptr + choices * (N // FORM.block_n) + tl.program_id(1), largest / 448.0, mask=live)
     else:
-        if BIAS:
+        if FORM.bias:
             acc += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
-    if SINGLE and ACTIVATION is None:
-        token = place // PER_TOKEN
+    if FORM.single and ACTIVATION is None:
+        token = place // FORM.per_token
         counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
-        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, PER_TOKEN)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, FORM.per_token)
 
 
 class Fp8Experts(RoutedExperts):
@@ -176,12 +185,14 @@ class Fp8Experts(RoutedExperts):
         flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
-            x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales,
-            tiles.experts, tiles.choices, weights, residual, split_counters(values.device), size_out, K=size_in,
-            PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
-            BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+            x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales, tiles.experts,
+            tiles.choices, weights, residual, split_counters(values.device), size_out,
+            FORM=Fp8Form(
+                k=size_in, per_token=self.spec.choices, bias=bias is not None,
+                block_scales=scales.shape[1] < values.shape[1], single=is_single, block_m=tile.block_m,
+                block_n=tile.block_n, block_k=tile.block_k, stages=tile.num_stages, pdl=pdl,
+            ),
+            ACTIVATION=activation, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -74,9 +75,11 @@ class GroupedExperts(RoutedExperts):
         size_in, size_out, pdl = weight.shape[2], out.shape[1], use_pdl(x)
         _moe_w16a16_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
             x, weight, weight if bias is None else bias, out, tiles.experts, tiles.choices, size_out,
-            K=size_in, PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+            FORM=DenseForm(
+                k=size_in, per_token=self.spec.choices, bias=bias is not None, block_m=tile.block_m,
+                block_n=tile.block_n, block_k=tile.block_k, pdl=pdl,
+            ),
+            ACTIVATION=activation, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -91,6 +94,18 @@ def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, dete
     return Tile(16, 64, 128, 4, 3) if num_choices <= 16 * num_experts else Tile(128, 64, 64, 8, 3)
 
 
+class DenseForm(NamedTuple):
+    """Constants of `_moe_w16a16_kernel`."""
+
+    k: int
+    per_token: int
+    bias: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    pdl: bool
+
+
 @jit
 def _moe_w16a16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K]
@@ -100,38 +115,32 @@ def _moe_w16a16_kernel(
     experts_ptr,  # this and the next as in `ExpertTiles`
     choices_ptr,
     N,
-    K: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    BIAS: tl.constexpr,
+    FORM: tl.constexpr,  # `DenseForm`
     ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program (i, j): choice tile i and column tile j."""
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, choices, live = choices_of_tile(tl.program_id(0), experts_ptr, choices_ptr, False, BLOCK_M)
+    expert, choices, live = choices_of_tile(tl.program_id(0), experts_ptr, choices_ptr, False, FORM.block_m)
     if expert < 0:
         return
-    sources = choices // PER_TOKEN if ACTIVATION is not None else choices
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
+    sources = choices // FORM.per_token if ACTIVATION is not None else choices
+    cols = tl.program_id(1) * FORM.block_n + tl.arange(0, FORM.block_n)
+    inner = tl.arange(0, FORM.block_k)
     size = (2 if ACTIVATION is not None else 1) * N
-    xs = x_ptr + sources.to(tl.int64)[:, None] * K + inner[None, :]
-    weights = weight_ptr + (expert.to(tl.int64) * size + tl.minimum(cols, N - 1))[:, None] * K + inner[None, :]
-    ups = weights + N.to(tl.int64) * K if ACTIVATION is not None else weights
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = (inner < K - start)[None, :]
+    xs = x_ptr + sources.to(tl.int64)[:, None] * FORM.k + inner[None, :]
+    weights = weight_ptr + (expert.to(tl.int64) * size + tl.minimum(cols, N - 1))[:, None] * FORM.k + inner[None, :]
+    ups = weights + N.to(tl.int64) * FORM.k if ACTIVATION is not None else weights
+    acc = tl.full((FORM.block_m, FORM.block_n), 0, tl.float32)
+    up = tl.full((FORM.block_m, FORM.block_n), 0, tl.float32)
+    for start in range(0, FORM.k, FORM.block_k):
+        inside = (inner < FORM.k - start)[None, :]
         x = tl.load(xs + start, mask=live[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.load(weights + start, mask=inside, other=0.0).T, acc, input_precision="ieee")
         if ACTIVATION is not None:
             up = tl.dot(x, tl.load(ups + start, mask=inside, other=0.0).T, up, input_precision="ieee")
-    if BIAS:
+    if FORM.bias:
         bias = bias_ptr + expert * size + tl.minimum(cols, N - 1)
         acc += tl.load(bias).to(tl.float32)[None, :]
         if ACTIVATION is not None:

@@ -58,6 +58,16 @@ class ProductForm(NamedTuple):
     is_even: bool  # no block has rows beyond the last
 
 
+class LaunchForm(NamedTuple):
+    """Constants of a launch besides the weights."""
+
+    per_token: int
+    single: bool  # tile i has only choice i
+    block_m: int
+    tall: bool  # choices are the rows of the matrix instruction, and upcast weights go through shared memory
+    stages: int
+
+
 @jit(do_not_specialize=["num_tiles"])
 def _moe_wna16_kernel(
     x_ptr,  # [num_tokens, hidden]
@@ -84,14 +94,10 @@ def _moe_wna16_kernel(
     DOWN: tl.constexpr,
     DOWN_LAYOUT: tl.constexpr,
     DOWN_RAW: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
+    LAUNCH: tl.constexpr,  # `LaunchForm`
     ACTIVATION: tl.constexpr,
-    SINGLE: tl.constexpr,  # tile i has only choice i
     FIRST: tl.constexpr,  # the launch has the first product's programs
     SECOND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TALL: tl.constexpr,  # choices are the rows of the matrix instruction, and upcast weights go through shared memory
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs with lower indices compute the first product; each has a block of a tile.
@@ -107,46 +113,44 @@ def _moe_wna16_kernel(
         num_first = num_tiles * UP.blocks
         if program < num_first:
             _first_program(
-                program, x_ptr, up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr, inner_ptr, experts_ptr,
-                choices_ptr, done_ptr,
-                UP, UP_LAYOUT, UP_RAW, PER_TOKEN, ACTIVATION, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+                program, x_ptr, (up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr), inner_ptr, experts_ptr,
+                choices_ptr, done_ptr, UP, UP_LAYOUT, UP_RAW, LAUNCH, ACTIVATION, BOTH,
             )  # fmt: skip
         else:
             _second_program(
-                program - num_first, inner_ptr, down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr,
-                results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr,
-                UP, DOWN, DOWN_LAYOUT, DOWN_RAW, PER_TOKEN, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+                program - num_first, inner_ptr, (down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr),
+                results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr, UP, DOWN,
+                DOWN_LAYOUT, DOWN_RAW, LAUNCH, BOTH,
             )  # fmt: skip
     elif FIRST:
         _first_program(
-            program, x_ptr, up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr, inner_ptr, experts_ptr,
-            choices_ptr, done_ptr, UP, UP_LAYOUT, UP_RAW, PER_TOKEN, ACTIVATION, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+            program, x_ptr, (up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr), inner_ptr, experts_ptr,
+            choices_ptr, done_ptr, UP, UP_LAYOUT, UP_RAW, LAUNCH, ACTIVATION, BOTH,
         )  # fmt: skip
     else:
         _second_program(
-            program, inner_ptr, down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr,
-            results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr,
-            UP, DOWN, DOWN_LAYOUT, DOWN_RAW, PER_TOKEN, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+            program, inner_ptr, (down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr), results_ptr,
+            experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr, UP, DOWN, DOWN_LAYOUT,
+            DOWN_RAW, LAUNCH, BOTH,
         )  # fmt: skip
 
 
 @jit
 def _first_program(
-    program, x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, inner_ptr, experts_ptr, choices_ptr, done_ptr,
-    FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    SINGLE: tl.constexpr, NOTIFIES: tl.constexpr, BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+    program, x_ptr, weight, inner_ptr, experts_ptr, choices_ptr, done_ptr, FORM: tl.constexpr, LAYOUT: tl.constexpr,
+    RAW: tl.constexpr, LAUNCH: tl.constexpr, ACTIVATION: tl.constexpr, NOTIFIES: tl.constexpr,
 ):  # fmt: skip
     """A block of a tile's first product; with NOTIFIES, the second one waits for it."""
     tile, block = program // FORM.blocks, program % FORM.blocks
-    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, LAUNCH.single, LAUNCH.block_m)
     if expert >= 0:
         y = _block_product(
-            x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, choices // PER_TOKEN, live,
-            FORM, LAYOUT, RAW, ACTIVATION, BLOCK_M, TALL, STAGES,
+            x_ptr, weight, block, expert, choices // LAUNCH.per_token, live,
+            FORM, LAYOUT, RAW, ACTIVATION, LAUNCH,
         )  # fmt: skip
         HALF: tl.constexpr = FORM.block_n // 2
         FFN: tl.constexpr = FORM.size_out // 2
-        _store(y, inner_ptr, choices, live, block * HALF + tl.arange(0, HALF), FFN, TALL)
+        _store(y, inner_ptr, choices, live, block * HALF + tl.arange(0, HALF), FFN, LAUNCH.tall)
         if NOTIFIES:
             tl.debug_barrier()  # this program's stores come before its arrival
             tl.atomic_add(done_ptr + tile, 1, sem="release", scope="gpu")
@@ -154,41 +158,43 @@ def _first_program(
 
 @jit
 def _second_program(
-    program, inner_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, results_ptr, experts_ptr, choices_ptr,
-    done_ptr, mixture_ptr, residual_ptr, counters_ptr,
-    FIRST_FORM: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, PER_TOKEN: tl.constexpr,
-    SINGLE: tl.constexpr, WAITS: tl.constexpr, BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+    program, inner_ptr, weight, results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr,
+    counters_ptr, FIRST_FORM: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr,
+    LAUNCH: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A block of a tile's second product; with WAITS, after all blocks of the first."""
     tile, block = program // FORM.blocks, program % FORM.blocks
-    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, LAUNCH.single, LAUNCH.block_m)
     if expert >= 0:
         if WAITS:
             while tl.atomic_add(done_ptr + tile, 0, sem="acquire", scope="gpu") < FIRST_FORM.blocks:
                 pass
         y = _block_product(
-            inner_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, choices, live,
-            FORM, LAYOUT, RAW, None, BLOCK_M, TALL, STAGES,
+            inner_ptr, weight, block, expert, choices, live, FORM, LAYOUT,
+            RAW, None, LAUNCH,
         )  # fmt: skip
         HIDDEN: tl.constexpr = FORM.size_out
         outs = block * FORM.block_n + tl.arange(0, FORM.block_n)
-        _store(y, results_ptr, choices, live, outs, HIDDEN, TALL)
-        if SINGLE:
-            counter = counters_ptr + tile // PER_TOKEN * FORM.blocks + block
-            add_results(results_ptr, mixture_ptr, residual_ptr, counter, tile // PER_TOKEN, outs, HIDDEN, PER_TOKEN)
+        _store(y, results_ptr, choices, live, outs, HIDDEN, LAUNCH.tall)
+        if LAUNCH.single:
+            counter = counters_ptr + tile // LAUNCH.per_token * FORM.blocks + block
+            add_results(
+                results_ptr, mixture_ptr, residual_ptr, counter, tile // LAUNCH.per_token, outs, HIDDEN,
+                LAUNCH.per_token,
+            )  # fmt: skip
 
 
 @jit
 def _block_product(
-    x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, sources, live,
-    FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, weight, block, expert, sources, live, FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """A block's weight rows times rows of x, with bias and activation: fp32 [weight rows, choices].
 
     With TALL, the result is [choices, weight rows].
 
     With an activation, the first half of the weight rows is gate's and the second half is up's."""
+    values_ptr, scales_ptr, zero_points_ptr, bias_ptr = weight
     N: tl.constexpr = FORM.size_out
     K: tl.constexpr = FORM.size_in
     NUM_CHUNKS: tl.constexpr = FORM.num_chunks
@@ -224,15 +230,15 @@ def _block_product(
         cols = cols[None, :]
         first_step = tl.zeros((1, 1), tl.int32)
         values, xs, x_live = byte_of[:, None] + inner[None, :], x_of[:, None] + cols, live[:, None]
-        acc = tl.zeros((BLOCK_M, BLOCK_N) if TALL else (BLOCK_N, BLOCK_M), tl.float32)
+        acc = tl.full((LAUNCH.block_m, BLOCK_N) if LAUNCH.tall else (BLOCK_N, LAUNCH.block_m), 0, tl.float32)
     else:
         chunks = tl.arange(0, NUM_CHUNKS)[:, None, None]
         first_step, word_of = chunks * (CHUNK // 128), word_of[None, :, :]
         place, cols = first_step * TILE + inner[None, None, :], chunks * CHUNK + cols[None, None, :]
         values, xs, x_live = byte_of[None, :, None] + place, x_of[None, :, None] + cols, live[None, :, None]
-        acc = tl.zeros((NUM_CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
+        acc = tl.full((NUM_CHUNKS, BLOCK_N, LAUNCH.block_m), 0, tl.float32)
     at_word = first_step * (WORDS * LAYOUT.scale_stride) + word_of
-    for start in tl.range(0, CHUNK, 128, num_stages=STAGES):
+    for start in tl.range(0, CHUNK, 128, num_stages=LAUNCH.stages):
         step = start // 128
         w = _values(values + step * TILE, first_step + step < STEPS, ALL)
         x = _columns(xs, cols, x_live, start, K, WHOLE)
@@ -246,27 +252,27 @@ def _block_product(
             high_x = _columns(xs, cols, x_live, start + LAYOUT.plane, K, WHOLE)
             low, high = upcast_raw_nibbles(w, LAYOUT, RAW)
             low, high = _scaled(low, low_scale, low_zero, LAYOUT), _scaled(high, high_scale, high_zero, LAYOUT)
-            acc = _add_product(low, x, acc, NUM_CHUNKS, TALL)
-            acc = _add_product(high, high_x, acc, NUM_CHUNKS, TALL)
+            acc = _add_product(low, x, acc, NUM_CHUNKS, LAUNCH.tall)
+            acc = _add_product(high, high_x, acc, NUM_CHUNKS, LAUNCH.tall)
         else:
             numbers = upcast_bytes(w, LAYOUT, tl.float32)
             if LAYOUT.group_size:
                 numbers = _scaled(numbers, low_scale, low_zero, LAYOUT)
-            acc = _add_product(numbers, x, acc, NUM_CHUNKS, TALL)
+            acc = _add_product(numbers, x, acc, NUM_CHUNKS, LAUNCH.tall)
     y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
         row_scale = tl.load(scales_ptr + expert.to(tl.int64) * FORM.scales + rows // LAYOUT.scale_rows)
-        y *= row_scale[None, :] if TALL else row_scale[:, None]
+        y *= row_scale[None, :] if LAUNCH.tall else row_scale[:, None]
     if FORM.factor != 1.0:
         y *= FORM.factor
     if FORM.has_bias:
         bias = tl.load(bias_ptr + expert * N + rows).to(tl.float32)
-        y += bias[None, :] if TALL else bias[:, None]
+        y += bias[None, :] if LAUNCH.tall else bias[:, None]
     if ACTIVATION is not None:
-        if TALL:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        if LAUNCH.tall:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (LAUNCH.block_m, 2, HALF)), (0, 2, 1)))
         else:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, LAUNCH.block_m)), (1, 2, 0)))
         y = gated_by(gate, up, ACTIVATION)
     return y
 
@@ -398,8 +404,8 @@ def moe_wna16_products(
             x, inner, results, *tensors[0], *tensors[1], *tiles, mixture, residual, split_counters(x.device), num_tiles,
             UP=forms[0], UP_LAYOUT=weights[0].layout, UP_RAW=raw[0],
             DOWN=forms[1], DOWN_LAYOUT=weights[1].layout, DOWN_RAW=raw[1],
-            PER_TOKEN=choices, ACTIVATION=activation, SINGLE=is_single, FIRST=first, SECOND=second,
-            BLOCK_M=tile.block_m, TALL=is_tall, STAGES=tile.num_stages, PDL=pdl,
+            LAUNCH=LaunchForm(choices, is_single, tile.block_m, is_tall, tile.num_stages), ACTIVATION=activation,
+            FIRST=first, SECOND=second, PDL=pdl,
             num_warps=max(num_warps, tile.num_warps), launch_pdl=pdl, maxnreg=_TALL_REGISTERS if is_tall else None,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ same order and returns the same bits in less time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,24 @@ def batch_invariant_linear_torch(
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
+class ProductForm(NamedTuple):
+    """Constants of `_product_kernel`."""
+
+    k: int
+    bias: bool
+    residual: bool  # adds to out
+    split: bool  # program (i, j): tile i, chunk j; else program i: tile i's chunks
+    num_chunks: int
+    chunk: int  # columns; a multiple of BLOCK_K
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    swap: bool  # weight rows are the matrix instruction's rows
+    tensor_maps: bool
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart; if TENSOR_MAPS a descriptor with blocks [BLOCK_M, BLOCK_K]
@@ -47,59 +65,43 @@ def _product_kernel(
     x_stride,
     num_rows,
     N,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # adds to out
-    SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j; else program i: tile i's chunks
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,  # weight rows are the matrix instruction's rows
-    TENSOR_MAPS: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ProductForm`
 ):
     tile = tl.program_id(0)
-    token, row = tile_place(tile, num_rows, N, BLOCK_M, BLOCK_N)
-    tokens = token + tl.arange(0, BLOCK_M)
-    rows = row + tl.arange(0, BLOCK_N)
+    token, row = tile_place(tile, num_rows, N, FORM.block_m, FORM.block_n)
+    tokens = token + tl.arange(0, FORM.block_m)
+    rows = row + tl.arange(0, FORM.block_n)
     live = (tokens < num_rows)[:, None]  # reading an existing row for those past the end would make its lines hot
-    if TENSOR_MAPS:
+    if FORM.tensor_maps:
         xs, weights = x_ptr, weight_ptr
     else:
-        cols = tl.arange(0, BLOCK_K)[None, :]
+        cols = tl.arange(0, FORM.block_k)[None, :]
         xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols
-        weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
-    if PDL:
+        weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * FORM.k + cols
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    first = tl.program_id(1) * CHUNK
-    total = _chunk_sum(
-        xs, live, weights, token, row, first, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SWAP, TENSOR_MAPS
-    )
-    if not SPLIT:
-        for start in tl.range(CHUNK, K, CHUNK):
-            total += _chunk_sum(
-                xs, live, weights, token, row, start, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SWAP, TENSOR_MAPS
-            )
+    first = tl.program_id(1) * FORM.chunk
+    total = _chunk_sum(xs, live, weights, token, row, first, FORM)
+    if not FORM.split:
+        for start in tl.range(FORM.chunk, FORM.k, FORM.chunk):
+            total += _chunk_sum(xs, live, weights, token, row, start, FORM)
 
     # Both of the tile's shape, [BLOCK_N, BLOCK_M] with SWAP.
-    at_tokens = tokens.to(tl.int64)[None, :] if SWAP else tokens.to(tl.int64)[:, None]
-    at_rows = rows[:, None] if SWAP else rows[None, :]
+    at_tokens = tokens.to(tl.int64)[None, :] if FORM.swap else tokens.to(tl.int64)[:, None]
+    at_rows = rows[:, None] if FORM.swap else rows[None, :]
     at = at_tokens * N + at_rows
     inside = (at_tokens < num_rows) & (at_rows < N)
-    if SPLIT:
+    if FORM.split:
         size = num_rows.to(tl.int64) * N
-        if store_part(sums_ptr, size, at, total, inside, counters_ptr) != NUM_CHUNKS - 1:
+        if store_part(sums_ptr, size, at, total, inside, counters_ptr) != FORM.num_chunks - 1:
             return
-        total = add_parts(sums_ptr, size, at, inside, counters_ptr, NUM_CHUNKS)
-    if BIAS:
+        total = add_parts(sums_ptr, size, at, inside, counters_ptr, FORM.num_chunks)
+    if FORM.bias:
         bias = tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)
-        total += bias[:, None] if SWAP else bias[None, :]
-    if RESIDUAL:
+        total += bias[:, None] if FORM.swap else bias[None, :]
+    if FORM.residual:
         total += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -112,27 +114,20 @@ def _chunk_sum(
     token,  # first x row
     row,  # first weight row
     first,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    TENSOR_MAPS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Columns first to first + CHUNK of the tile's product, fp32: [BLOCK_M, BLOCK_N], with SWAP transposed."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    cols = tl.arange(0, BLOCK_K)[None, :]
-    for start in tl.range(first, first + CHUNK, BLOCK_K, num_stages=STAGES):
-        if TENSOR_MAPS:
+    acc = tl.full((FORM.block_n, FORM.block_m) if FORM.swap else (FORM.block_m, FORM.block_n), 0, tl.float32)
+    cols = tl.arange(0, FORM.block_k)[None, :]
+    for start in tl.range(first, first + FORM.chunk, FORM.block_k, num_stages=FORM.stages):
+        if FORM.tensor_maps:
             x, w = xs.load([token, start]), weights.load([row, start])
-        elif K % CHUNK == 0:
+        elif FORM.k % FORM.chunk == 0:
             x, w = tl.load(xs + start, mask=live, other=0.0), tl.load(weights + start)
         else:
-            x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
-            w = tl.load(weights + start, mask=cols < K - start, other=0.0)
-        acc = tl.dot(w, x.T, acc, input_precision="ieee") if SWAP else tl.dot(x, w.T, acc, input_precision="ieee")
+            x = tl.load(xs + start, mask=live & (cols < FORM.k - start), other=0.0)
+            w = tl.load(weights + start, mask=cols < FORM.k - start, other=0.0)
+        acc = tl.dot(w, x.T, acc, input_precision="ieee") if FORM.swap else tl.dot(x, w.T, acc, input_precision="ieee")
     return acc
 
 
@@ -160,10 +155,12 @@ def batch_invariant_linear_triton(
     num_tiles = tiling.num_tiles(num_rows, size_out)
     _product_kernel[(num_tiles, order.num_chunks if split else 1)](
         rows_of, weights_of, out if bias is None else bias, out, sums, counters, x.stride(0), num_rows, size_out,
-        K=size_in, BIAS=bias is not None, RESIDUAL=residual is not None,
-        SPLIT=split, NUM_CHUNKS=order.num_chunks, CHUNK=order.chunk,
-        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, SWAP=tiling.swap,
-        TENSOR_MAPS=tensor_maps, PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
+        FORM=ProductForm(
+            k=size_in, bias=bias is not None, residual=residual is not None, split=split, num_chunks=order.num_chunks,
+            chunk=order.chunk, block_m=tiling.block_m, block_n=tiling.block_n, block_k=tiling.block_k,
+            stages=tiling.stages, swap=tiling.swap, tensor_maps=tensor_maps, pdl=pdl,
+        ),
+        num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

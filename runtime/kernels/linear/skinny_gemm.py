@@ -11,6 +11,8 @@ loop. With more rows, programs would repeat more norms than a separate kernel co
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -60,6 +62,22 @@ def skinny_gemm_torch(
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
+class VectorForm(NamedTuple):
+    """Constants of `_vector_kernel`."""
+
+    pdl: bool
+    k: int
+    bias: bool
+    residual: bool
+    block_n: int
+    block_k: int  # 8 or more
+    ahead: int  # steps from a load of the weight to its use, 1 or 2
+    norm: bool
+    rank: int  # 0 without adapters
+    num_ranks: int
+    result_k: int  # columns of A at once
+
+
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _vector_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
@@ -78,54 +96,65 @@ def _vector_kernel(
     num_rows,  # not specialised: a new number of rows must not compile a kernel while serving
     N,
     eps,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    FORM: tl.constexpr,  # `VectorForm`
     ACTIVATION: tl.constexpr,
-    RANK: tl.constexpr,  # 0 without adapters
-    NUM_RANKS: tl.constexpr,
-    RESULT_K: tl.constexpr,  # columns of A at once
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # 8 or more
-    AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
-    PDL: tl.constexpr,
 ):
     """Program (i, j): weight rows from i * BLOCK_N with row j of x.
 
     With adapters, NUM_RANKS programs come first and compute one element of A x each."""
     block, token = tl.program_id(0), tl.program_id(1)
-    if RANK:
+    if FORM.rank:
         index = tl.load(rows_ptr + token).to(tl.int64)
-        results = results_ptr + token * NUM_RANKS
-        if block < NUM_RANKS:
-            a = a_ptr + ((index - 1) * NUM_RANKS + block) * K
-            make_result(results + block, x_ptr + token * x_stride, a, norm_ptr, index > 0, eps, K, NORM, RESULT_K, PDL)
+        results = results_ptr + token * FORM.num_ranks
+        if block < FORM.num_ranks:
+            a = a_ptr + ((index - 1) * FORM.num_ranks + block) * FORM.k
+            make_result(
+                results + block, x_ptr + token * x_stride, a, norm_ptr, index > 0, eps, FORM.k, FORM.norm,
+                FORM.result_k, FORM.pdl,
+            )  # fmt: skip
             return
-        block -= NUM_RANKS
-    rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
-    cols = tl.arange(0, BLOCK_K)[None, :]
-    weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
-    w = request_weights(weights, cols, 0, K)
+        block -= FORM.num_ranks
+    rows = weight_rows_of_block(block, N, ACTIVATION, FORM.block_n)
+    cols = tl.arange(0, FORM.block_k)[None, :]
+    weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * FORM.k + cols
+    w = request_weights(weights, cols, 0, FORM.k)
     next_w = w
-    if AHEAD == 2 and BLOCK_K < K:
-        next_w = request_weights(weights, cols, BLOCK_K, K)
-    if RANK:  # x does not matter
-        ranks = tl.arange(0, RANK)[None, :]
+    if FORM.ahead == 2 and FORM.block_k < FORM.k:
+        next_w = request_weights(weights, cols, FORM.block_k, FORM.k)
+    if FORM.rank:  # x does not matter
+        ranks = tl.arange(0, FORM.rank)[None, :]
         part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
         has = (rows < tl.where(index > 0, N, 0))[:, None]
-        b = tl.load(b_ptr + ((index - 1) * N + rows)[:, None] * RANK + ranks, mask=has, other=0.0)
-    if PDL:
+        b = tl.load(b_ptr + ((index - 1) * N + rows)[:, None] * FORM.rank + ranks, mask=has, other=0.0)
+    if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     xs = x_ptr + token * x_stride + cols
-    y = vector_product(w, next_w, weights, xs, norm_ptr, cols, eps, K, NORM, BLOCK_N, BLOCK_K, AHEAD)
-    if RANK:
-        y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * RANK + ranks, has), 1)
+    y = vector_product(
+        w, next_w, weights, xs, norm_ptr, cols, eps, FORM.k, FORM.norm, FORM.block_n, FORM.block_k, FORM.ahead
+    )
+    if FORM.rank:
+        y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * FORM.rank + ranks, has), 1)
     store_block(
         y[:, None], block, token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
-        BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
+        FORM.bias, FORM.residual, ACTIVATION, 1, FORM.block_n,
     )  # fmt: skip
+
+
+class TileForm(NamedTuple):
+    """Constants of `_tile_kernel`."""
+
+    pdl: bool
+    k: int
+    bias: bool
+    residual: bool
+    block_n: int
+    block_k: int  # columns per step, in each chunk
+    ahead: int  # steps, 1 or 2, of weights requested before the wait
+    num_chunks: int  # 1, 2 or 4; a warp sums one chunk
+    chunk: int  # columns; a multiple of BLOCK_K
+    num_tokens: int  # 8 or 16, at least num_rows
+    stages: int
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -138,57 +167,47 @@ def _tile_kernel(
     x_stride,
     num_rows,
     N,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    FORM: tl.constexpr,  # `TileForm`
     ACTIVATION: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; a warp sums one chunk
-    CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns per step, in each chunk
-    NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps, 1 or 2, of weights requested before the wait
-    PDL: tl.constexpr,
 ):
     """Program i: weight rows from i * BLOCK_N with all rows of x, padded to NUM_TOKENS."""
-    rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, BLOCK_N)
-    tokens = tl.arange(0, NUM_TOKENS)
+    rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, FORM.block_n)
+    tokens = tl.arange(0, FORM.num_tokens)
     weight_rows = tl.minimum(rows, N - 1).to(tl.int64)
-    if NUM_CHUNKS == 1:
-        cols = tl.arange(0, BLOCK_K)[None, :]
-        weights = weight_ptr + weight_rows[:, None] * K + cols  # [BLOCK_N, BLOCK_K]
+    if FORM.num_chunks == 1:
+        cols = tl.arange(0, FORM.block_k)[None, :]
+        weights = weight_ptr + weight_rows[:, None] * FORM.k + cols  # [BLOCK_N, BLOCK_K]
         xs = x_ptr + (tokens * x_stride)[:, None] + cols  # [NUM_TOKENS, BLOCK_K]
         live = (tokens < num_rows)[:, None]
-        acc = tl.zeros((BLOCK_N, NUM_TOKENS), tl.float32)
+        acc = tl.full((FORM.block_n, FORM.num_tokens), 0, tl.float32)
     else:
-        cols = tl.arange(0, NUM_CHUNKS)[:, None, None] * CHUNK + tl.arange(0, BLOCK_K)[None, None, :]
-        weights = weight_ptr + weight_rows[None, :, None] * K + cols  # [NUM_CHUNKS, BLOCK_N, BLOCK_K]
+        cols = tl.arange(0, FORM.num_chunks)[:, None, None] * FORM.chunk + tl.arange(0, FORM.block_k)[None, None, :]
+        weights = weight_ptr + weight_rows[None, :, None] * FORM.k + cols  # [NUM_CHUNKS, BLOCK_N, BLOCK_K]
         xs = x_ptr + (tokens * x_stride)[None, :, None] + cols
         live = (tokens < num_rows)[None, :, None]
-        acc = tl.zeros((NUM_CHUNKS, BLOCK_N, NUM_TOKENS), tl.float32)
+        acc = tl.full((FORM.num_chunks, FORM.block_n, FORM.num_tokens), 0, tl.float32)
     # The last steps' weights come first, so that they and the loop's loads do not wait for one another.
-    TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
-    WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
-    last_w = _load_weights(weights, cols, CHUNK - BLOCK_K, K, WHOLE)
-    if AHEAD == 2:
-        tail_w = _load_weights(weights, cols, TAIL, K, WHOLE)
-    if PDL:
+    TAIL: tl.constexpr = FORM.chunk - FORM.ahead * FORM.block_k
+    WHOLE: tl.constexpr = FORM.k == FORM.num_chunks * FORM.chunk
+    last_w = _load_weights(weights, cols, FORM.chunk - FORM.block_k, FORM.k, WHOLE)
+    if FORM.ahead == 2:
+        tail_w = _load_weights(weights, cols, TAIL, FORM.k, WHOLE)
+    if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    last_x = _load_rows(xs, cols, live, CHUNK - BLOCK_K, K, WHOLE)
-    if AHEAD == 2:
-        tail_x = _load_rows(xs, cols, live, TAIL, K, WHOLE)
-    for start in tl.range(0, TAIL, BLOCK_K, num_stages=STAGES):
-        w = _load_weights(weights, cols, start, K, WHOLE)
-        acc = _add_product(w, _load_rows(xs, cols, live, start, K, WHOLE), acc, NUM_CHUNKS)
-    if AHEAD == 2:
-        acc = _add_product(tail_w, tail_x, acc, NUM_CHUNKS)
-    acc = _add_product(last_w, last_x, acc, NUM_CHUNKS)
-    acc = add_chunks(acc, NUM_CHUNKS)
+    last_x = _load_rows(xs, cols, live, FORM.chunk - FORM.block_k, FORM.k, WHOLE)
+    if FORM.ahead == 2:
+        tail_x = _load_rows(xs, cols, live, TAIL, FORM.k, WHOLE)
+    for start in tl.range(0, TAIL, FORM.block_k, num_stages=FORM.stages):
+        w = _load_weights(weights, cols, start, FORM.k, WHOLE)
+        acc = _add_product(w, _load_rows(xs, cols, live, start, FORM.k, WHOLE), acc, FORM.num_chunks)
+    if FORM.ahead == 2:
+        acc = _add_product(tail_w, tail_x, acc, FORM.num_chunks)
+    acc = _add_product(last_w, last_x, acc, FORM.num_chunks)
+    acc = add_chunks(acc, FORM.num_chunks)
     store_block(
-        acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION,
-        NUM_TOKENS, BLOCK_N,
+        acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, FORM.bias, FORM.residual,
+        ACTIVATION, FORM.num_tokens, FORM.block_n,
     )  # fmt: skip
 
 
@@ -232,10 +251,8 @@ def skinny_gemm_triton(
     one_by_one = (num_rows == 1 and not fixed_order) or x.dtype == torch.float32  # tensor cores lack fp32
     config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else max(num_rows, 2))
     grid_n = -(-size_out // config.block_n)
-    options = {
-        "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
-        "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
-    }  # fmt: skip
+    shared = pdl, size_in, bias is not None, residual is not None, config.block_n
+    options = {"ACTIVATION": activation, "num_warps": config.num_warps, "launch_pdl": pdl}
     bias = x if bias is None else bias  # a pointer that the kernel does not read without BIAS
     if one_by_one:
         adapter_args, (end_0, end_1), rank, num_ranks = (x, x, x, x), (0, 0), 0, 0
@@ -249,17 +266,19 @@ def skinny_gemm_triton(
         result_k = min(next_power_of_2(size_in), _RESULT_COLUMNS * config.num_warps)
         _vector_kernel[(num_ranks + grid_n, num_rows)](
             x, weight, bias, x if norm_weight is None else norm_weight, out, *adapter_args, out, x.stride(0),
-            end_0, end_1, num_rows, size_out, eps, RANK=rank, NUM_RANKS=num_ranks, NORM=norm_weight is not None,
-            RESULT_K=result_k, BLOCK_K=block_k, AHEAD=config.stages, maxnreg=max_registers if rank else None, **options,
+            end_0, end_1, num_rows, size_out, eps,
+            VectorForm(*shared, block_k, config.stages, norm_weight is not None, rank, num_ranks, result_k),
+            maxnreg=max_registers if rank else None, **options,
         )  # fmt: skip
         return out
     if norm_weight is not None:
         x = rms_norm_triton(x, norm_weight, eps)
     num_chunks, chunk = sum_order(size_out, size_in)
+    ahead = min(config.ahead, chunk // config.block_k)
     _tile_kernel[(grid_n,)](
         x, weight, bias, out, out, x.stride(0), num_rows, size_out,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_K=config.block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,
-        STAGES=config.stages, AHEAD=min(config.ahead, chunk // config.block_k), **options,
+        TileForm(*shared, config.block_k, ahead, num_chunks, chunk, 8 if num_rows <= 8 else 16, config.stages),
+        **options,
     )  # fmt: skip
     return out
 

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -85,8 +86,9 @@ _lock = threading.RLock()  # one thread traces and compiles at a time
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     """A kernel's LLVM IR.
 
-    The compiled function reads parameters that are numbers or pointers from a 64-bit word array. `part` and
-    `parts` are the share of the work, `target` is the target. Other parameters are constants while tracing."""
+    The compiled function reads parameters that are numbers or pointers from a 64-bit word array. A NamedTuple's fields
+    are such parameters. `part` and `parts` are the share of the work, `target` is the target. Other parameters are
+    constants while tracing."""
     with _lock:
         return _traced(function, constants, target)
 
@@ -99,22 +101,22 @@ def _traced(function: Callable[..., None], constants: dict[str, Any], target: Ta
     words, part, parts = compiled.args
     builder = ir.IRBuilder(compiled.append_basic_block("entry"))
     Trace.builder, Trace.module = builder, module
-    arguments: dict[str, Any] = {}
-    at = 0
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        annotation = parameter.annotation
-        if name in ("part", "parts"):
-            arguments[name] = Value(part if name == "part" else parts, i64)
-        elif name == "target":
-            arguments[name] = target
-        elif name in constants:
-            arguments[name] = constants[name]
-        else:
-            place = builder.gep(words, [ir.Constant(i64.ir, at)], source_etype=i64.ir)
-            at += 1
-            kind, (type,) = annotation.__origin__, annotation.__metadata__
-            loaded = builder.load(place, typ=pointer if kind is Pointer else type.ir)
-            arguments[name] = kind(loaded, type)
+    loaded = count()
+
+    def load(annotation: Any) -> Any:
+        """The next word, or the words of a NamedTuple's fields."""
+        if hasattr(annotation, "_fields"):
+            return annotation(*map(load, get_type_hints(annotation, include_extras=True).values()))
+        place = builder.gep(words, [ir.Constant(i64.ir, next(loaded))], source_etype=i64.ir)
+        kind, (type,) = annotation.__origin__, annotation.__metadata__
+        return kind(builder.load(place, typ=pointer if kind is Pointer else type.ir), type)
+
+    arguments = constants | {"part": Value(part, i64), "parts": Value(parts, i64), "target": target}
+    parameters = inspect.signature(function, eval_str=True).parameters
+    arguments = {
+        name: arguments[name] if name in arguments else load(parameter.annotation)
+        for name, parameter in parameters.items()
+    }
     body = builder.append_basic_block("body")
     builder.branch(body)
     builder.position_at_end(body)

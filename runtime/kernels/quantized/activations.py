@@ -93,23 +93,30 @@ def rows_in_float32(
     return wide if activation is None else gated_activation_torch(wide, activation, gated)
 
 
+class QuantizeForm(NamedTuple):
+    """Constants of both kernels."""
+
+    norm: bool
+    gated: bool
+    pdl: bool
+    block: int  # power of two, at least K
+    group_size: int = 0
+
+
 @jit
-def _load_row(
-    at, norm_ptr, cols, K, eps,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _load_row(at, norm_ptr, cols, K, eps, FORM: tl.constexpr, ACTIVATION: tl.constexpr):
     """The row at a pointer, its norm or its gated activation, in float32; zeros behind column K."""
     inside = cols < K
-    if NORM:
+    if FORM.norm:
         weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(at + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
+    if FORM.norm:
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / K + eps)) * weight
     if ACTIVATION is not None:
-        if GATED:
+        if FORM.gated:
             up = tl.load(at + cols + K, mask=inside, other=0.0).to(tl.float32)
             x = gated_by(x, up, ACTIVATION)
         else:
@@ -126,17 +133,14 @@ def _quantize_fp8_kernel(
     x_stride,
     K,
     eps,
-    NORM: tl.constexpr,
+    FORM: tl.constexpr,  # `QuantizeForm`
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,  # power of two, at least K
-    PDL: tl.constexpr,
 ):
     """Program i: row i."""
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, FORM.block)
     inside = cols < K
-    x = _load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, NORM, ACTIVATION, GATED, PDL)
+    x = _load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, FORM, ACTIVATION)
     largest = larger(largest_magnitude(x, 0), _SMALLEST)
     values = within(x * (_LARGEST_FP8 / largest), _LARGEST_FP8)
     tl.store(values_ptr + row * K + cols, to_e4m3(values), mask=inside)
@@ -158,7 +162,7 @@ def quantize_fp8_triton(
         block, pdl = next_power_of_2(size), use_pdl(x)
         _quantize_fp8_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, values, scales, x.stride(0), size, eps,
-            NORM=norm_weight is not None, ACTIVATION=activation, GATED=gated, BLOCK=block, PDL=pdl,
+            FORM=QuantizeForm(norm_weight is not None, gated, pdl, block), ACTIVATION=activation,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
     return Fp8Activations(values, scales)
@@ -182,17 +186,13 @@ def _quantize_int16_kernel(
     x_stride,
     K,
     eps,
-    NORM: tl.constexpr,
+    FORM: tl.constexpr,  # `QuantizeForm`
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # power of two, at least K
-    PDL: tl.constexpr,
 ):
     """Program i: row i."""
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    x = _load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, NORM, ACTIVATION, GATED, PDL)
+    cols = tl.arange(0, FORM.block)
+    x = _load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, FORM, ACTIVATION)
     largest = larger(largest_magnitude(x, 0), _SMALLEST)
     rounded = x * (_LARGEST_INT16 / largest) + _MAGIC
     numbers = rounded.to(tl.int32, bitcast=True) - _MAGIC_BITS
@@ -201,10 +201,10 @@ def _quantize_int16_kernel(
     tl.store(limbs, high.to(tl.int8), mask=cols < K)
     tl.store(limbs + K, (numbers - (high << 8)).to(tl.int8), mask=cols < K)
     tl.store(scales_ptr + row, largest / _LARGEST_INT16)
-    if GROUP_SIZE:
-        sums = tl.sum(tl.reshape(rounded - _MAGIC, (BLOCK // GROUP_SIZE, GROUP_SIZE)), 1)
-        groups = tl.arange(0, BLOCK // GROUP_SIZE)
-        tl.store(sums_ptr + groups * num_rows + row, sums, mask=groups < tl.cdiv(K, GROUP_SIZE))
+    if FORM.group_size:
+        sums = tl.sum(tl.reshape(rounded - _MAGIC, (FORM.block // FORM.group_size, FORM.group_size)), 1)
+        groups = tl.arange(0, FORM.block // FORM.group_size)
+        tl.store(sums_ptr + groups * num_rows + row, sums, mask=groups < tl.cdiv(K, FORM.group_size))
 
 
 def quantize_int16_triton(
@@ -226,7 +226,7 @@ def quantize_int16_triton(
         block, pdl = max(next_power_of_2(size), group_size), use_pdl(x)
         _quantize_int16_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, limbs, scales, scales if sums is None else sums, num_rows,
-            x.stride(0), size, eps, NORM=norm_weight is not None, ACTIVATION=activation, GATED=gated,
-            GROUP_SIZE=group_size, BLOCK=block, PDL=pdl, num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
+            x.stride(0), size, eps, FORM=QuantizeForm(norm_weight is not None, gated, pdl, block, group_size),
+            ACTIVATION=activation, num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
     return Int16Activations(limbs, scales, sums)

@@ -8,6 +8,8 @@ as fast at thousands of rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -41,6 +43,21 @@ def fp8_w8a8_gemm_torch(
     return y if residual is None else residual.add_(y)
 
 
+class Fp8GemmForm(NamedTuple):
+    """Constants of `_fp8_w8a8_gemm_kernel`."""
+
+    block_scales: bool  # BLOCK_N and BLOCK_K are at most 128 then
+    bias: bool
+    residual: bool  # adds to out
+    split: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    swap: bool
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"])
 def _fp8_w8a8_gemm_kernel(
     xs,  # descriptor: x's values [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
@@ -55,50 +72,41 @@ def _fp8_w8a8_gemm_kernel(
     N,
     K,
     SCALE_STRIDE,
-    BLOCK_SCALES: tl.constexpr,  # BLOCK_N and BLOCK_K are at most 128 then
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # adds to out
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `Fp8GemmForm`
 ):
     """Program (i, j): tile i, part j of K."""
-    token, row = tile_place(tl.program_id(0), num_rows, N, BLOCK_M, BLOCK_N)
-    tokens = token + tl.arange(0, BLOCK_M)
-    rows = row + tl.arange(0, BLOCK_N)
+    token, row = tile_place(tl.program_id(0), num_rows, N, FORM.block_m, FORM.block_n)
+    tokens = token + tl.arange(0, FORM.block_m)
+    rows = row + tl.arange(0, FORM.block_n)
     row_of = tl.minimum(rows, N - 1)
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    first, last = part_of(K, SPLIT, BLOCK_K)
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+    first, last = part_of(K, FORM.split, FORM.block_k)
+    acc = tl.full((FORM.block_n, FORM.block_m) if FORM.swap else (FORM.block_m, FORM.block_n), 0, tl.float32)
+    for start in tl.range(first, last, FORM.block_k, num_stages=FORM.stages):
         x, w = xs.load([token, start]), weights.load([row, start])
-        if BLOCK_SCALES:
-            step = tl.dot(w, x.T) if SWAP else tl.dot(x, w.T)
+        if FORM.block_scales:
+            step = tl.dot(w, x.T) if FORM.swap else tl.dot(x, w.T)
             acc += step * tl.load(scales_ptr + start // 128 * SCALE_STRIDE + row // 128)
         else:
-            acc += tl.dot(w, x.T) if SWAP else tl.dot(x, w.T)
+            acc += tl.dot(w, x.T) if FORM.swap else tl.dot(x, w.T)
 
-    if SPLIT > 1:
-        if keep_part(sums_ptr, counters_ptr, acc, SPLIT) != SPLIT - 1:
+    if FORM.split > 1:
+        if keep_part(sums_ptr, counters_ptr, acc, FORM.split) != FORM.split - 1:
             return
-        acc = sum_parts(sums_ptr, counters_ptr, acc, SPLIT)
+        acc = sum_parts(sums_ptr, counters_ptr, acc, FORM.split)
     x_scales = tl.load(x_scales_ptr + tokens, mask=tokens < num_rows, other=0.0)
-    acc *= x_scales[None, :] if SWAP else x_scales[:, None]
-    if not BLOCK_SCALES:
+    acc *= x_scales[None, :] if FORM.swap else x_scales[:, None]
+    if not FORM.block_scales:
         scales = tl.load(scales_ptr + row_of)
-        acc *= scales[:, None] if SWAP else scales[None, :]
-    if BIAS:
+        acc *= scales[:, None] if FORM.swap else scales[None, :]
+    if FORM.bias:
         bias = tl.load(bias_ptr + row_of).to(tl.float32)
-        acc += bias[:, None] if SWAP else bias[None, :]
+        acc += bias[:, None] if FORM.swap else bias[None, :]
     y = acc.to(outs.dtype)
-    store_tile(outs, y.T if SWAP else y, token, row, RESIDUAL)
+    store_tile(outs, y.T if FORM.swap else y, token, row, FORM.residual)
 
 
 def fp8_w8a8_gemm_triton(
@@ -123,9 +131,11 @@ def fp8_w8a8_gemm_triton(
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _fp8_w8a8_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, weight.scales, out if bias is None else bias, outs, sums, counters, num_rows, size_out,
-        size_in, weight.scales.shape[1], BLOCK_SCALES=weight.group_size > 0, BIAS=bias is not None,
-        RESIDUAL=residual is not None, SPLIT=split, BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n, BLOCK_K=block_k, STAGES=stages, SWAP=tiling.swap, PDL=pdl,
+        size_in, weight.scales.shape[1],
+        FORM=Fp8GemmForm(
+            block_scales=weight.group_size > 0, bias=bias is not None, residual=residual is not None, split=split,
+            block_m=tiling.block_m, block_n=tiling.block_n, block_k=block_k, stages=stages, swap=tiling.swap, pdl=pdl,
+        ),
         num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -7,6 +7,8 @@ units as they are. Three instructions turn eight 4-bit values into eight bytes, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -77,6 +79,22 @@ def _add_group(
     return total
 
 
+class IntGemmForm(NamedTuple):
+    """Constants of `_int_wna16_gemm_kernel`."""
+
+    plane: int  # columns between a byte's two values; 0 for 8-bit values
+    group_size: int  # 0, or the columns per step, or per plane
+    has_zero_points: bool
+    bias: bool
+    residual: bool  # adds to out
+    split: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"])
 def _int_wna16_gemm_kernel(
     xs,  # descriptor: x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, WIDTH]
@@ -93,78 +111,61 @@ def _int_wna16_gemm_kernel(
     N,
     K,
     SCALE_STRIDE,
-    PLANE: tl.constexpr,  # columns between a byte's two values; 0 for 8-bit values
-    GROUP_SIZE: tl.constexpr,  # 0, or the columns per step, or per plane
-    HAS_ZERO_POINTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # adds to out
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `IntGemmForm`
 ):
     """Program (i, j): tile i, part j of K."""
-    token, row = tile_place(tl.program_id(0), num_rows, N, BLOCK_M, BLOCK_N)
-    tokens = token + tl.arange(0, BLOCK_M)
-    row_of = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
+    token, row = tile_place(tl.program_id(0), num_rows, N, FORM.block_m, FORM.block_n)
+    tokens = token + tl.arange(0, FORM.block_m)
+    row_of = tl.minimum(row + tl.arange(0, FORM.block_n), N - 1)
     scales, zero_points = scales_ptr + row_of, zero_points_ptr + row_of
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    first, last = part_of(K, SPLIT, BLOCK_K)
-    if GROUP_SIZE:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-            group = start // GROUP_SIZE
+    first, last = part_of(K, FORM.split, FORM.block_k)
+    if FORM.group_size:
+        total = tl.full((FORM.block_n, FORM.block_m), 0, tl.float32)
+        for start in tl.range(first, last, FORM.block_k, num_stages=FORM.stages):
+            group = start // FORM.group_size
             at = group * SCALE_STRIDE
-            if PLANE:
+            if FORM.plane:
                 low, high = _unpack(weights.load([row, start // 2]))
                 acc = tl.dot(low, xs.load([2 * token, start]).T, out_dtype=tl.int32)
-                if GROUP_SIZE == PLANE:
+                if FORM.group_size == FORM.plane:
                     total = _add_group(
-                        total,
-                        acc,
-                        scales + at,
-                        zero_points + at,
-                        x_sums_ptr,
-                        tokens,
-                        num_rows,
-                        group,
-                        HAS_ZERO_POINTS,
-                        BLOCK_M,
-                    )
-                    acc = tl.dot(high, xs.load([2 * token, start + PLANE]).T, out_dtype=tl.int32)
+                        total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
+                        FORM.has_zero_points, FORM.block_m,
+                    )  # fmt: skip
+                    acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, out_dtype=tl.int32)
                     group += 1
                     at += SCALE_STRIDE
                 else:
-                    acc = tl.dot(high, xs.load([2 * token, start + PLANE]).T, acc, out_dtype=tl.int32)
+                    acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, acc, out_dtype=tl.int32)
             else:
                 acc = tl.dot(weights.load([row, start]), xs.load([2 * token, start]).T, out_dtype=tl.int32)
             total = _add_group(
-                total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group, HAS_ZERO_POINTS, BLOCK_M
-            )
+                total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group, FORM.has_zero_points,
+                FORM.block_m,
+            )  # fmt: skip
     else:
-        acc = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.int32)
-        for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        acc = tl.full((FORM.block_n, 2 * FORM.block_m), 0, tl.int32)
+        for start in tl.range(first, last, FORM.block_k, num_stages=FORM.stages):
             acc = tl.dot(weights.load([row, start]), xs.load([2 * token, start]).T, acc, out_dtype=tl.int32)
-        high, low = tl.split(tl.reshape(acc, (BLOCK_N, BLOCK_M, 2)))
+        high, low = tl.split(tl.reshape(acc, (FORM.block_n, FORM.block_m, 2)))
         total = high.to(tl.float32) * 256.0 + low.to(tl.float32)
 
-    if SPLIT > 1:
-        if keep_part(sums_ptr, counters_ptr, total, SPLIT) != SPLIT - 1:
+    if FORM.split > 1:
+        if keep_part(sums_ptr, counters_ptr, total, FORM.split) != FORM.split - 1:
             return
-        total = sum_parts(sums_ptr, counters_ptr, total, SPLIT)
+        total = sum_parts(sums_ptr, counters_ptr, total, FORM.split)
     total *= tl.load(x_scales_ptr + tokens, mask=tokens < num_rows, other=0.0)[None, :]
-    if PLANE:
+    if FORM.plane:
         total *= 0.0625
-    if not GROUP_SIZE:
+    if not FORM.group_size:
         total *= tl.load(scales)[:, None]
-    if BIAS:
+    if FORM.bias:
         total += tl.load(bias_ptr + row_of).to(tl.float32)[:, None]
-    store_tile(outs, total.to(outs.dtype).T, token, row, RESIDUAL)
+    store_tile(outs, total.to(outs.dtype).T, token, row, FORM.residual)
 
 
 def int_wna16_gemm_triton(
@@ -192,12 +193,14 @@ def int_wna16_gemm_triton(
     xs, weights = blocks_of(x.limbs, 2 * tiling.block_m, width), blocks_of(weight.values, tiling.block_n, width)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _int_wna16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
-        xs, weights, x.scales, x.scales if x.sums is None else x.sums, weight.scales,
-        weight.zero_points_or_scales, out if bias is None else bias, outs, sums,
-        counters, num_rows, size_out, size_in, weight.scales.shape[1], PLANE=weight.plane, GROUP_SIZE=weight.group_size,
-        HAS_ZERO_POINTS=weight.zero_points is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-        SPLIT=split, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=block_k, STAGES=tiling.stages,
-        PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
+        xs, weights, x.scales, x.scales if x.sums is None else x.sums, weight.scales, weight.zero_points_or_scales,
+        out if bias is None else bias, outs, sums, counters, num_rows, size_out, size_in, weight.scales.shape[1],
+        FORM=IntGemmForm(
+            plane=weight.plane, group_size=weight.group_size, has_zero_points=weight.zero_points is not None,
+            bias=bias is not None, residual=residual is not None, split=split, block_m=tiling.block_m,
+            block_n=tiling.block_n, block_k=block_k, stages=tiling.stages, pdl=pdl,
+        ),
+        num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

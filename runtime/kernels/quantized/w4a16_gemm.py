@@ -7,6 +7,8 @@ so is a scaled value, as in a dense copy of the weight. The torch twin is `wna16
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.kernels.linear import tiles
@@ -62,6 +64,18 @@ def _scaled(numbers, scales, zero_points, at, LAYOUT: tl.constexpr):
     return numbers
 
 
+class GemmForm(NamedTuple):
+    """Constants of `_w4a16_gemm_kernel`."""
+
+    bias: bool
+    residual: bool  # adds to out
+    split: int
+    block_m: int
+    block_n: int
+    stages: int
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"])
 def _w4a16_gemm_kernel(
     xs,  # descriptor: x [num_rows, K] with blocks [BLOCK_M, LAYOUT.plane]
@@ -76,39 +90,33 @@ def _w4a16_gemm_kernel(
     N,
     K,
     LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # adds to out
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `GemmForm`
 ):
     """Program (i, j): tile i, part j of K."""
-    token, row = tile_place(tl.program_id(0), num_rows, N, BLOCK_M, BLOCK_N)
-    row_of = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
+    token, row = tile_place(tl.program_id(0), num_rows, N, FORM.block_m, FORM.block_n)
+    row_of = tl.minimum(row + tl.arange(0, FORM.block_n), N - 1)
     scales, zero_points = scales_ptr + row_of // LAYOUT.scale_rows, zero_points_ptr + row_of // LAYOUT.scale_rows
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     STEP: tl.constexpr = 2 * LAYOUT.plane
-    first, last = part_of(K, SPLIT, STEP)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(first, last, STEP, num_stages=STAGES):
+    first, last = part_of(K, FORM.split, STEP)
+    acc = tl.full((FORM.block_n, FORM.block_m), 0, tl.float32)
+    for start in tl.range(first, last, STEP, num_stages=FORM.stages):
         low, high = upcast_nibbles(weights.load([row, start // 2]), LAYOUT, xs.dtype)
         low = _scaled(low, scales, zero_points, start // LAYOUT.group_size * LAYOUT.scale_stride, LAYOUT)
         acc = tl.dot(low, xs.load([token, start]).T, acc, input_precision="ieee")
         at = (start + LAYOUT.plane) // LAYOUT.group_size * LAYOUT.scale_stride
         high = _scaled(high, scales, zero_points, at, LAYOUT)
         acc = tl.dot(high, xs.load([token, start + LAYOUT.plane]).T, acc, input_precision="ieee")
-    if SPLIT > 1:
-        if keep_part(sums_ptr, counters_ptr, acc, SPLIT) != SPLIT - 1:
+    if FORM.split > 1:
+        if keep_part(sums_ptr, counters_ptr, acc, FORM.split) != FORM.split - 1:
             return
-        acc = sum_parts(sums_ptr, counters_ptr, acc, SPLIT)
-    if BIAS:
+        acc = sum_parts(sums_ptr, counters_ptr, acc, FORM.split)
+    if FORM.bias:
         acc += tl.load(bias_ptr + row_of).to(tl.float32)[:, None]
-    store_tile(outs, acc.to(outs.dtype).T, token, row, RESIDUAL)
+    store_tile(outs, acc.to(outs.dtype).T, token, row, FORM.residual)
 
 
 def w4a16_gemm_triton(
@@ -130,11 +138,13 @@ def w4a16_gemm_triton(
     xs, weights = blocks_of(x, tiling.block_m, weight.plane), blocks_of(weight.values, tiling.block_n, weight.plane)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _w4a16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
-        xs, weights, weight.scales, weight.zero_points_or_scales,
-        out if bias is None else bias, outs, sums, counters, num_rows, size_out, size_in, BIAS=bias is not None,
-        RESIDUAL=residual is not None, SPLIT=split, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-        STAGES=tiling.stages, PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
-        LAYOUT=weight.layout,
+        xs, weights, weight.scales, weight.zero_points_or_scales, out if bias is None else bias, outs, sums, counters,
+        num_rows, size_out, size_in,
+        FORM=GemmForm(
+            bias=bias is not None, residual=residual is not None, split=split, block_m=tiling.block_m,
+            block_n=tiling.block_n, stages=tiling.stages, pdl=pdl,
+        ),
+        num_warps=tiling.num_warps, launch_pdl=pdl, LAYOUT=weight.layout,
     )  # fmt: skip
     return out
 

@@ -8,6 +8,8 @@ are computed side by side, and the last program adds them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -37,6 +39,22 @@ def wna16_gemm_torch(
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
+class WnaGemmForm(NamedTuple):
+    """Constants of `_wna16_gemm_kernel`."""
+
+    k: int
+    bias: bool
+    residual: bool
+    split: bool
+    num_chunks: int
+    chunk: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"])
 def _wna16_gemm_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
@@ -50,26 +68,16 @@ def _wna16_gemm_kernel(
     x_stride,
     num_rows,
     N,
-    K: tl.constexpr,
+    FORM: tl.constexpr,  # `WnaGemmForm`
     LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program (i, j): tile i, and chunk j with SPLIT, else all chunks. Tiles of the same weights are neighbours."""
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    tokens = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_m = tl.cdiv(num_rows, FORM.block_m)
+    tokens = tl.program_id(0) % tiles_m * FORM.block_m + tl.arange(0, FORM.block_m)
+    rows = tl.program_id(0) // tiles_m * FORM.block_n + tl.arange(0, FORM.block_n)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
-    ROW_BYTES: tl.constexpr = K // 2 if LAYOUT.plane else K
-    WIDTH: tl.constexpr = LAYOUT.plane if LAYOUT.plane else BLOCK_K
+    ROW_BYTES: tl.constexpr = FORM.k // 2 if LAYOUT.plane else FORM.k
+    WIDTH: tl.constexpr = LAYOUT.plane if LAYOUT.plane else FORM.block_k
     cols = tl.arange(0, WIDTH)[None, :]
     values = values_ptr + row_of[:, None] * ROW_BYTES + cols
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols
@@ -77,48 +85,43 @@ def _wna16_gemm_kernel(
     groups = tl.zeros((1, 1), tl.int32)
     scales = scales_ptr + (row_of // LAYOUT.scale_rows)[:, None]
     zero_points = zero_points_ptr + (row_of // LAYOUT.scale_rows)[:, None]
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = _chunk(
-        values, xs, scales, zero_points, cols, groups, live, tl.program_id(1) * CHUNK, K, LAYOUT, CHUNK, BLOCK_M,
-        BLOCK_N, BLOCK_K, ROW_BYTES, STAGES,
-    )  # fmt: skip
-    if not SPLIT:
-        for first in tl.range(CHUNK, K, CHUNK):
-            total += _chunk(
-                values, xs, scales, zero_points, cols, groups, live, first, K, LAYOUT, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K,
-                ROW_BYTES, STAGES,
-            )  # fmt: skip
+        values, xs, scales, zero_points, cols, groups, live, tl.program_id(1) * FORM.chunk, FORM, LAYOUT, ROW_BYTES
+    )
+    if not FORM.split:
+        for first in tl.range(FORM.chunk, FORM.k, FORM.chunk):
+            total += _chunk(values, xs, scales, zero_points, cols, groups, live, first, FORM, LAYOUT, ROW_BYTES)
     at = tokens.to(tl.int64)[None, :] * N + rows[:, None]
     inside = (tokens < num_rows)[None, :] & (rows < N)[:, None]
-    if SPLIT:
+    if FORM.split:
         size = num_rows.to(tl.int64) * N
-        if store_part(sums_ptr, size, at, total, inside, counters_ptr) != NUM_CHUNKS - 1:
+        if store_part(sums_ptr, size, at, total, inside, counters_ptr) != FORM.num_chunks - 1:
             return
-        total = add_parts(sums_ptr, size, at, inside, counters_ptr, NUM_CHUNKS)
+        total = add_parts(sums_ptr, size, at, inside, counters_ptr, FORM.num_chunks)
     if not LAYOUT.group_size:
         total *= tl.load(scales_ptr + row_of)[:, None]
-    if BIAS:
+    if FORM.bias:
         total += tl.load(bias_ptr + row_of).to(tl.float32)[:, None]
-    if RESIDUAL:
+    if FORM.residual:
         total += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @jit
 def _chunk(
-    values, xs, scales, zero_points, cols, groups, live, first,
-    K: tl.constexpr, LAYOUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, ROW_BYTES: tl.constexpr, STAGES: tl.constexpr,
+    values, xs, scales, zero_points, cols, groups, live, first, FORM: tl.constexpr, LAYOUT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Columns first to first + CHUNK of the tile's product, float32 [BLOCK_N, BLOCK_M]."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    WHOLE: tl.constexpr = K % CHUNK == 0
-    for start in tl.range(first, first + CHUNK, BLOCK_K, num_stages=STAGES):
+    acc = tl.full((FORM.block_n, FORM.block_m), 0, tl.float32)
+    WHOLE: tl.constexpr = FORM.k % FORM.chunk == 0
+    for start in tl.range(first, first + FORM.chunk, FORM.block_k, num_stages=FORM.stages):
         w = load_values(values, cols, start // 2 if LAYOUT.plane else start, ROW_BYTES, WHOLE)
-        x = load_x(xs, xs, cols, live, start, K, LAYOUT, False, WHOLE)
-        step_scales = load_scales(scales, zero_points, groups, start, K, LAYOUT, WHOLE)
+        x = load_x(xs, xs, cols, live, start, FORM.k, LAYOUT, False, WHOLE)
+        step_scales = load_scales(scales, zero_points, groups, start, FORM.k, LAYOUT, WHOLE)
         acc = add_step(w, x, step_scales, acc, LAYOUT, 1)
     return acc
 
@@ -150,9 +153,12 @@ def wna16_gemm_triton(
         counters = split_counters(x.device)
     _wna16_gemm_kernel[(num_tiles, order.num_chunks if split else 1)](
         x, weight.values, weight.scales, weight.zero_points_or_scales, out if bias is None else bias, out, sums,
-        counters, x.stride(0), num_rows, size_out, K=size_in, LAYOUT=weight.layout, BIAS=bias is not None,
-        RESIDUAL=residual is not None, SPLIT=split, NUM_CHUNKS=order.num_chunks, CHUNK=order.chunk,
-        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=step_columns(weight, tiling.block_k),
-        STAGES=tiling.stages, PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
+        counters, x.stride(0), num_rows, size_out,
+        FORM=WnaGemmForm(
+            k=size_in, bias=bias is not None, residual=residual is not None, split=split, num_chunks=order.num_chunks,
+            chunk=order.chunk, block_m=tiling.block_m, block_n=tiling.block_n,
+            block_k=step_columns(weight, tiling.block_k), stages=tiling.stages, pdl=pdl,
+        ),
+        LAYOUT=weight.layout, num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out

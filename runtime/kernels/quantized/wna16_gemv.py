@@ -18,6 +18,8 @@ is loaded and joined so that each thread has such words, and values get x's regi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from runtime.kernels.linear.skinny_blocks import store_block, weight_rows_of_block
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
@@ -227,31 +229,44 @@ def _products(w, x, LAYOUT: tl.constexpr):
 
 @jit
 def _load_block(
-    values_ptr, scales_ptr, zero_points_ptr, block, N, wanted,
-    K: tl.constexpr, LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    values_ptr, scales_ptr, zero_points_ptr, block, N, wanted, FORM: tl.constexpr, LAYOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A block's values [BLOCK_N, WORDS], and the scales and zero points [BLOCK_N, WORDS / 4] for each 16 bytes.
 
     With planes, the low nibbles have the first scales and zero points, the high nibbles the second."""
-    row_of = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)[:, None]
-    ROW_WORDS: tl.constexpr = K // 8 if LAYOUT.plane else K // 4
-    words = tl.arange(0, WORDS)[None, :]
+    row_of = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, FORM.block_n), N - 1).to(tl.int64)[:, None]
+    ROW_WORDS: tl.constexpr = FORM.k // 8 if LAYOUT.plane else FORM.k // 4
+    words = tl.arange(0, FORM.words)[None, :]
     values = values_ptr.to(tl.pointer_type(tl.int32)) + row_of * ROW_WORDS + words
     w = tl.load(values, mask=wanted & (words < ROW_WORDS), other=0, eviction_policy="evict_first")
     scale, zero_point = 0.0, 0.0
     if LAYOUT.group_size:
-        first = _first_column(tl.arange(0, WORDS // 4)[None, :], LAYOUT)
+        first = _first_column(tl.arange(0, FORM.words // 4)[None, :], LAYOUT)
         at = first // LAYOUT.group_size * LAYOUT.scale_stride + row_of // LAYOUT.scale_rows
-        scale = tl.load(scales_ptr + at, mask=wanted & (first < K), other=0.0)
+        scale = tl.load(scales_ptr + at, mask=wanted & (first < FORM.k), other=0.0)
         if LAYOUT.has_zero_points:
-            zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < K), other=0.0)
+            zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < FORM.k), other=0.0)
     high_scale, high_zero_point = scale, zero_point
     if LAYOUT.group_size and LAYOUT.plane and LAYOUT.group_size != 2 * LAYOUT.plane:
         at = (first + LAYOUT.plane) // LAYOUT.group_size * LAYOUT.scale_stride + row_of // LAYOUT.scale_rows
-        high_scale = tl.load(scales_ptr + at, mask=wanted & (first < K), other=0.0)
+        high_scale = tl.load(scales_ptr + at, mask=wanted & (first < FORM.k), other=0.0)
         if LAYOUT.has_zero_points:
-            high_zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < K), other=0.0)
+            high_zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < FORM.k), other=0.0)
     return w, scale, zero_point, high_scale, high_zero_point
+
+
+class GemvForm(NamedTuple):
+    """Constants of `wna16_gemv_kernel`."""
+
+    pdl: bool
+    k: int
+    bias: bool
+    residual: bool
+    block_n: int
+    norm: bool
+    blocks: int
+    words: int  # 4-byte words: a power of two, at least a row
 
 
 @jit
@@ -266,37 +281,30 @@ def wna16_gemv_kernel(
     out_ptr,  # [1, N], or N // 2 columns with ACTIVATION
     N,
     eps,
-    K: tl.constexpr,
+    FORM: tl.constexpr,  # `GemvForm`
     LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,  # 4-byte words: a power of two, at least a row
-    PDL: tl.constexpr,
 ):
     """Program i: BLOCKS blocks from i * BLOCKS, each with BLOCK_N weight rows, times x's one row."""
-    block = tl.program_id(0) * BLOCKS
+    block = tl.program_id(0) * FORM.blocks
     w, scale, zero_point, high_scale, high_zero_point = _load_block(
-        values_ptr, scales_ptr, zero_points_ptr, block, N, True, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS
+        values_ptr, scales_ptr, zero_points_ptr, block, N, True, FORM, LAYOUT, ACTIVATION
     )
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = _factors(x_ptr, norm_ptr, 0, 1, K, LAYOUT, NORM, WORDS)
+    x = _factors(x_ptr, norm_ptr, 0, 1, FORM.k, LAYOUT, FORM.norm, FORM.words)
     high_x = x
     if LAYOUT.plane:  # high nibbles stay in their place, as values times 16
         PLANE: tl.constexpr = LAYOUT.plane
-        high_x = _factors(x_ptr, norm_ptr, PLANE, 16, K, LAYOUT, NORM, WORDS)
-    if NORM:
+        high_x = _factors(x_ptr, norm_ptr, PLANE, 16, FORM.k, LAYOUT, FORM.norm, FORM.words)
+    if FORM.norm:
         squares = x[5] + high_x[5] if LAYOUT.plane else x[5]
-        norm = tl.rsqrt(squares / K + eps)
-    for i in tl.range(BLOCKS, num_stages=1):
+        norm = tl.rsqrt(squares / FORM.k + eps)
+    for i in tl.range(FORM.blocks, num_stages=1):
         now, scales, zero_points, high_scales, high_zero_points = w, scale, zero_point, high_scale, high_zero_point
         w, scale, zero_point, high_scale, high_zero_point = _load_block(
-            values_ptr, scales_ptr, zero_points_ptr, block + 1, N, i + 1 < BLOCKS, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS
+            values_ptr, scales_ptr, zero_points_ptr, block + 1, N, i + 1 < FORM.blocks, FORM, LAYOUT, ACTIVATION
         )
         acc = _products(now & 0x0F0F0F0F if LAYOUT.plane else now, x, LAYOUT)
         high = acc
@@ -314,13 +322,13 @@ def wna16_gemv_kernel(
             if LAYOUT.plane:
                 acc -= high_zero_points * high_x[4]
         y = tl.sum(acc, 1)
-        rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
+        rows = weight_rows_of_block(block, N, ACTIVATION, FORM.block_n)
         if not LAYOUT.group_size:
             y *= tl.load(scales_ptr + tl.minimum(rows, N - 1))
-        if NORM:
+        if FORM.norm:
             y *= norm
         store_block(
-            y[:, None], block, tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, 1, N, BIAS, RESIDUAL,
-            ACTIVATION, 1, BLOCK_N,
+            y[:, None], block, tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, 1, N, FORM.bias, FORM.residual,
+            ACTIVATION, 1, FORM.block_n,
         )  # fmt: skip
         block += 1

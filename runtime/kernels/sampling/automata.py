@@ -9,6 +9,8 @@ In state -1 all tokens are allowed: the output has left its automaton, and its s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
@@ -67,11 +69,27 @@ def advance_states_torch(
         states[slot] = state
 
 
+class AutomataForm(NamedTuple):
+    """Constants of both kernels."""
+
+    pdl: bool
+    slot: int = SLOT
+    at: int = AT
+    num_guesses: int = NUM_GUESSES
+    guesses: int = GUESSES
+    masks: int = MASKS
+    classes: int = CLASSES
+    next: int = NEXT
+    num_classes: int = NUM_CLASSES
+    tile: int = _TILE
+    first: int = FIRST
+
+
 @jit
-def _next(state, token, place_ptr, pool_ptr, CLASSES: tl.constexpr, NEXT: tl.constexpr, NUM_CLASSES: tl.constexpr):
+def _next(state, token, place_ptr, pool_ptr, FORM: tl.constexpr):
     is_on = (state >= 0) & (token >= 0)
-    token_class = tl.load(pool_ptr + tl.load(place_ptr + CLASSES) + token, mask=is_on, other=0)
-    at = tl.load(place_ptr + NEXT) + state * tl.load(place_ptr + NUM_CLASSES) + token_class
+    token_class = tl.load(pool_ptr + tl.load(place_ptr + FORM.classes) + token, mask=is_on, other=0)
+    at = tl.load(place_ptr + FORM.next) + state * tl.load(place_ptr + FORM.num_classes) + token_class
     return tl.load(pool_ptr + at, mask=is_on, other=-1)
 
 
@@ -86,33 +104,24 @@ def _mask_states_kernel(
     num_words,
     logits_stride,
     row_size,
-    SLOT: tl.constexpr,
-    AT: tl.constexpr,
-    NUM_GUESSES: tl.constexpr,
-    GUESSES: tl.constexpr,
-    MASKS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    NEXT: tl.constexpr,
-    NUM_CLASSES: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `AutomataForm`
 ):
     """Program (i, j, k): logits tile i after row j's k-th guess."""
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row_ptr = rows_ptr + tl.program_id(1) * row_size
     num_before = tl.program_id(2)
-    slot = tl.load(row_ptr + SLOT)
+    slot = tl.load(row_ptr + FORM.slot)
     place_ptr = places_ptr + slot * 4
     state = tl.load(states_ptr + slot)
     for i in range(num_before):
-        state = _next(state, tl.load(row_ptr + GUESSES + i), place_ptr, pool_ptr, CLASSES, NEXT, NUM_CLASSES)
-    if (state >= 0) & (num_before <= tl.load(row_ptr + NUM_GUESSES)):
-        ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        words_ptr = pool_ptr + tl.load(place_ptr + MASKS) + state * num_words
+        state = _next(state, tl.load(row_ptr + FORM.guesses + i), place_ptr, pool_ptr, FORM)
+    if (state >= 0) & (num_before <= tl.load(row_ptr + FORM.num_guesses)):
+        ids = tl.program_id(0) * FORM.tile + tl.arange(0, FORM.tile)
+        words_ptr = pool_ptr + tl.load(place_ptr + FORM.masks) + state * num_words
         words = tl.load(words_ptr + ids // 32, mask=ids < vocab, other=-1)
-        logits_ptr += (tl.load(row_ptr + AT) + num_before).to(tl.int64) * logits_stride
+        logits_ptr += (tl.load(row_ptr + FORM.at) + num_before).to(tl.int64) * logits_stride
         tl.store(logits_ptr + ids, -float("inf"), mask=((words >> (ids % 32)) & 1) == 0)
 
 
@@ -124,28 +133,21 @@ def _advance_states_kernel(
     states_ptr,  # [num_slots]
     pool_ptr,
     row_size,
-    SLOT: tl.constexpr,
-    FIRST: tl.constexpr,
-    NUM_GUESSES: tl.constexpr,
-    GUESSES: tl.constexpr,
-    CLASSES: tl.constexpr,
-    NEXT: tl.constexpr,
-    NUM_CLASSES: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `AutomataForm`
 ):
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row_ptr = rows_ptr + tl.program_id(0) * row_size
-    slot, num_guesses = tl.load(row_ptr + SLOT), tl.load(row_ptr + NUM_GUESSES)
-    tokens_ptr = token_ids_ptr + tl.load(row_ptr + FIRST)
+    slot, num_guesses = tl.load(row_ptr + FORM.slot), tl.load(row_ptr + FORM.num_guesses)
+    tokens_ptr = token_ids_ptr + tl.load(row_ptr + FORM.first)
     state = tl.load(states_ptr + slot)
     counts = num_guesses >= 0
     for i in range(num_guesses + 1):
         token = tl.load(tokens_ptr + i)
-        after = _next(state, token, places_ptr + slot * 4, pool_ptr, CLASSES, NEXT, NUM_CLASSES)
+        after = _next(state, token, places_ptr + slot * 4, pool_ptr, FORM)
         state = tl.where(counts, after, state)
-        counts = counts & (token == tl.load(row_ptr + GUESSES + i, mask=i < num_guesses, other=-1))
+        counts = counts & (token == tl.load(row_ptr + FORM.guesses + i, mask=i < num_guesses, other=-1))
     tl.store(states_ptr + slot, state)
 
 
@@ -156,9 +158,7 @@ def mask_states_triton(
     vocab, (num_rows, row_size), pdl = logits.shape[1], rows.shape, use_pdl(logits)
     _mask_states_kernel[(-(-vocab // _TILE), num_rows, row_size - GUESSES + 1)](
         logits, rows, places, states, pool, vocab, -(-vocab // 32), logits.stride(0), row_size,
-        SLOT=SLOT, AT=AT, NUM_GUESSES=NUM_GUESSES, GUESSES=GUESSES,
-        MASKS=MASKS, CLASSES=CLASSES, NEXT=NEXT, NUM_CLASSES=NUM_CLASSES,
-        TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        AutomataForm(pdl), num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -169,6 +169,5 @@ def advance_states_triton(
     pdl = use_pdl(token_ids)
     _advance_states_kernel[(len(rows),)](
         token_ids, rows, places, states, pool, rows.shape[1],
-        SLOT=SLOT, FIRST=FIRST, NUM_GUESSES=NUM_GUESSES, GUESSES=GUESSES,
-        CLASSES=CLASSES, NEXT=NEXT, NUM_CLASSES=NUM_CLASSES, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        AutomataForm(pdl), num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

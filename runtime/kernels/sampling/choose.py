@@ -36,18 +36,18 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl
 
 
 @jit
-def _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED: tl.constexpr):
+def _logits_of(logits_ptr, rows_ptr, row, logits_stride, FORM: tl.constexpr):
     """A pointer to the row's logits."""
-    if INDEXED:
+    if FORM.indexed:
         row = tl.load(rows_ptr + row).to(tl.int64)
     return logits_ptr + row * logits_stride
 
 
 @jit
-def _best_of_tiles(keys_ptr, num_tiles, TILES: tl.constexpr, FAILED: tl.constexpr):
+def _best_of_tiles(keys_ptr, num_tiles, FORM: tl.constexpr):
     """The best of a row's packed keys; all keys are above -FAILED."""
-    tiles = tl.arange(0, TILES)
-    return tl.max(tl.load(keys_ptr + tiles, mask=tiles < num_tiles, other=-FAILED, cache_modifier=".cg"), axis=0)
+    tiles = tl.arange(0, FORM.tiles)
+    return tl.max(tl.load(keys_ptr + tiles, mask=tiles < num_tiles, other=-FORM.failed, cache_modifier=".cg"), axis=0)
 
 
 @jit
@@ -124,10 +124,6 @@ def _best_scored(logits, ids, reach, temperature, position, low, high):
     return best
 
 
-LEVELS = 4
-NUM_COUNTERS = 2 + 8 * 16  # arrivals at barriers; gathered tokens; tokens that reach each digit's levels
-
-
 @jit
 def _level(candidate, lowest_surviving, i):
     """Level `i`: 0, 1/16, 1/8 or 1/4 of the way from the candidate's logit to the lowest surviving one."""
@@ -146,16 +142,16 @@ def _grid_barrier(arrived_ptr, barrier_count):
 
 
 @jit
-def _gather(logits_ptr, floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE: tl.constexpr, FEW: tl.constexpr):
+def _gather(logits_ptr, floor, counters_ptr, kept_ptr, vocab, num_tiles, FORM: tl.constexpr):
     """Count the tokens in this program's tiles that reach the floor, and store the first FEW of them."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        ids = tile * TILE + tl.arange(0, TILE)
+        ids = tile * FORM.tile + tl.arange(0, FORM.tile)
         keys = key_of(tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32))
         kept = (keys >= floor) & (ids < vocab)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             place = tl.atomic_add(counters_ptr + 1 + ids * 0, 1, mask=kept)
-            tl.store(kept_ptr + place, keys, mask=kept & (place < FEW))
-            tl.store(kept_ptr + FEW + place, ids, mask=kept & (place < FEW))
+            tl.store(kept_ptr + place, keys, mask=kept & (place < FORM.few))
+            tl.store(kept_ptr + FORM.few + place, ids, mask=kept & (place < FORM.few))
 
 
 @jit
@@ -180,15 +176,12 @@ def _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN:
 
 
 @jit
-def _mass_of_kept(
-    logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
-    SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
+def _mass_of_kept(logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans, FORM: tl.constexpr):
     """The mass of tokens that reach the k-th best key, for each of this program's tiles."""
     for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
-        tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        tiles, _, logits = _load_span(logits_ptr, span, vocab, FORM.span, FORM.tile)
         mass = tl.sum(tl.where(key_of(logits) >= kth, mass_of(logits, best, temperature), 0.0), axis=1)
-        tl.store(above_ptr + tiles * LEVELS, mass.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
+        tl.store(above_ptr + tiles * FORM.levels, mass.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
 
 
 @jit
@@ -265,47 +258,32 @@ def choose_kernel(
     logits_stride,
     state_stride,
     work_stride,
-    TEMPERATURE: tl.constexpr,
-    SEED_LOW: tl.constexpr,
-    SEED_HIGH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    RESAMPLE: tl.constexpr,
-    INDEXED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FAILED: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,  # tiles that a program reads at once
-    TILES: tl.constexpr,  # power of two, at least num_tiles
-    GROUP: tl.constexpr,
-    FEW: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PDL: tl.constexpr,
+    AT: tl.constexpr,  # `Columns`
+    FORM: tl.constexpr,  # `SampleForm`
 ):
     """Program (i, j): part i of row j. All programs of a row must be able to run at the same time."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-    filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
-    if PDL:  # the step's head wrote rows and parameters
+    filtered = is_filtered(params, AT)
+    if FORM.pdl:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (part == 0) | filtered:
         keys_ptr += row * num_tiles
-        key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
-        if RESAMPLE:
-            key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
-        if filtered & (key != FAILED):
-            logits_ptr = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
+        key = _best_of_tiles(keys_ptr, num_tiles, FORM)
+        if FORM.resample:
+            key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FORM.failed, key)
+        if filtered & (key != FORM.failed):
+            logits_ptr = _logits_of(logits_ptr, rows_ptr, row, logits_stride, FORM)
             counters_ptr += row * work_stride
             above_ptr += row * work_stride
             kept_ptr += row * work_stride
-            temperature, top_p = load_float(params + TEMPERATURE), load_float(params + TOP_P)
-            top_k, min_p = tl.minimum(tl.load(params + TOP_K), vocab), load_float(params + MIN_P)
+            temperature, top_p = load_float(params + AT.temperature), load_float(params + AT.top_p)
+            top_k, min_p = tl.minimum(tl.load(params + AT.top_k), vocab), load_float(params + AT.min_p)
             position = tl.load(positions_ptr + row)
-            low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
+            low, high = tl.load(params + AT.seed_low), tl.load(params + AT.seed_high)
             candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
-            tiles = tl.arange(0, TILES)
+            tiles = tl.arange(0, FORM.tiles)
             inside, row_tiles = tiles < num_tiles, row * work_stride + tiles
             tops = tl.load(tops_ptr + row_tiles, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
             masses = tl.load(masses_ptr + row_tiles, mask=inside, other=0).to(tl.float32, bitcast=True)
@@ -319,40 +297,39 @@ def choose_kernel(
             if min_p > 0.0:
                 floor = tl.minimum(key_of(best + temperature * tl.log(min_p)), key_of(best))
             num_spans, barrier_count, searching = (
-                tl.cdiv(num_tiles, SPAN),
+                tl.cdiv(num_tiles, FORM.span),
                 tl.full([], 0, tl.int32),
                 tl.full([], 1, tl.int32),
             )
 
             if top_k > 0:
-                groups = num_tiles * (TILE // GROUP)
-                kept_floor = _top_k_floor(groups_ptr + row * work_stride, groups, top_k, TILES * (TILE // GROUP))
-                _gather(logits_ptr, kept_floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE, FEW)
+                groups = num_tiles * (FORM.tile // FORM.group)
+                kept_floor = _top_k_floor(
+                    groups_ptr + row * work_stride, groups, top_k, FORM.tiles * (FORM.tile // FORM.group)
+                )
+                _gather(logits_ptr, kept_floor, counters_ptr, kept_ptr, vocab, num_tiles, FORM)
                 barrier_count += 1
                 _grid_barrier(counters_ptr, barrier_count)
                 num_kept = tl.load(counters_ptr + 1, cache_modifier=".cg")
-                if num_kept <= FEW:
+                if num_kept <= FORM.few:
                     searching = tl.full([], 0, tl.int32)
                     if part == 0:
                         key = _best_of_gathered(
-                            kept_ptr, num_kept, top_k, top_p, floor, best, temperature, position, low, high, FEW
+                            kept_ptr, num_kept, top_k, top_p, floor, best, temperature, position, low, high, FORM.few
                         )
-                        key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
+                        key = tl.where(num_kept > 0, key, FORM.failed)  # no logit is above -inf
                 else:
                     for digit in range(8):
-                        _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN, TILE)
+                        _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, FORM.span, FORM.tile)
                         barrier_count += 1
                         _grid_barrier(counters_ptr, barrier_count)
                     kth = _kth_bits(counters_ptr, top_k, 8)
                     floor = tl.maximum(floor, kth)
                     if top_p < 1.0:
-                        _mass_of_kept(
-                            logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
-                            SPAN, TILE, LEVELS,
-                        )  # fmt: skip
+                        _mass_of_kept(logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans, FORM)
                         barrier_count += 1
                         _grid_barrier(counters_ptr, barrier_count)
-                        kept = tl.load(above_ptr + tiles * LEVELS, mask=inside, other=0, cache_modifier=".cg")
+                        kept = tl.load(above_ptr + tiles * FORM.levels, mask=inside, other=0, cache_modifier=".cg")
                         wanted = tl.sum(kept.to(tl.float32, bitcast=True), axis=0) * top_p
 
             while searching > 0:
@@ -361,34 +338,26 @@ def choose_kernel(
                         barrier_count += 1
                         _grid_barrier(counters_ptr, barrier_count)
                     _rescore_tiles(
-                        logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles, TILE, FAILED
-                    )
+                        logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles, FORM.tile,
+                        FORM.failed,
+                    )  # fmt: skip
                     barrier_count += 1
                     _grid_barrier(counters_ptr, barrier_count)
-                    key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
+                    key = _best_of_tiles(keys_ptr, num_tiles, FORM)
                     candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
                 most_above = tl.sum(tl.where(tops > candidate, masses, 0.0), axis=0)
                 if (candidate >= lowest_surviving) | (most_above < wanted):
                     searching = tl.full([], 0, tl.int32)
                 else:
                     _mass_above_in_tiles(
-                        logits_ptr,
-                        candidate,
-                        lowest_surviving,
-                        best,
-                        temperature,
-                        tops,
-                        above_ptr,
-                        vocab,
-                        num_tiles,
-                        TILE,
-                        LEVELS,
-                    )
+                        logits_ptr, candidate, lowest_surviving, best, temperature, tops, above_ptr, vocab, num_tiles,
+                        FORM.tile, FORM.levels,
+                    )  # fmt: skip
                     barrier_count += 1
                     _grid_barrier(counters_ptr, barrier_count)
-                    levels = tl.arange(0, LEVELS)
+                    levels = tl.arange(0, FORM.levels)
                     above = tl.load(
-                        above_ptr + tiles[:, None] * LEVELS + levels[None, :], mask=inside[:, None], other=0,
+                        above_ptr + tiles[:, None] * FORM.levels + levels[None, :], mask=inside[:, None], other=0,
                         cache_modifier=".cg",
                     )  # fmt: skip
                     survives = tl.sum(above.to(tl.float32, bitcast=True), axis=0) < wanted
@@ -402,7 +371,4 @@ def choose_kernel(
                             lowest_surviving, tl.min(tl.where(survives, at, float("inf")), axis=0)
                         )
         if part == 0:
-            write_token(
-                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-                RESAMPLE, SPLIT, FAILED,
-            )  # fmt: skip
+            write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, FORM)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.sampling.sample import FREQUENCY, PENALISED_FROM, PRESENCE, PROMPT_LEN, REPETITION
+from runtime.kernels.sampling.sample import COLUMNS, PENALISED_FROM, PRESENCE, PROMPT_LEN, REPETITION
 from runtime.kernels.sampling.token_keys import is_penalised, load_float
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 NUM_TABLES = 64  # count tables, each with a vocabulary's size; more rows take turns
 _BLOCK = 2048  # tokens at once
-_COLUMNS = {
-    "REPETITION": REPETITION, "FREQUENCY": FREQUENCY, "PRESENCE": PRESENCE,
-    "PROMPT_LEN": PROMPT_LEN, "PENALISED_FROM": PENALISED_FROM,
-}  # fmt: skip
 
 
 def penalise_torch(
@@ -60,11 +56,7 @@ def _penalties_kernel(
     vocab,
     logits_stride,
     state_stride,
-    REPETITION: tl.constexpr,
-    FREQUENCY: tl.constexpr,
-    PRESENCE: tl.constexpr,
-    PROMPT_LEN: tl.constexpr,
-    PENALISED_FROM: tl.constexpr,
+    AT: tl.constexpr,  # `Columns`
     ALL_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -73,9 +65,7 @@ def _penalties_kernel(
     num_penalised = tl.full([], 0, tl.int32)
     for row in range(tl.program_id(0), n, tl.num_programs(0)):
         params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-        num_penalised += is_penalised(
-            params, tl.load(positions_ptr + row), REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS
-        ).to(tl.int32)
+        num_penalised += is_penalised(params, tl.load(positions_ptr + row), AT, ALL_ROWS).to(tl.int32)
     if PDL:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -85,10 +75,10 @@ def _penalties_kernel(
             known_ptr = tokens_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
             params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
             position = tl.load(positions_ptr + row)
-            if is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS):
+            if is_penalised(params, position, AT, ALL_ROWS):
                 row_logits = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-                repetition, prompt_len = load_float(params + REPETITION), tl.load(params + PROMPT_LEN)
-                frequency, presence = load_float(params + FREQUENCY), load_float(params + PRESENCE)
+                repetition, prompt_len = load_float(params + AT.repetition), tl.load(params + AT.prompt_len)
+                frequency, presence = load_float(params + AT.frequency), load_float(params + AT.presence)
                 for start in range(0, position, BLOCK):
                     at = start + tl.arange(0, BLOCK)
                     ids = tl.load(known_ptr + at, mask=at < position, other=0)
@@ -124,5 +114,5 @@ def penalise_triton(
         # Products and differences are rounded one by one, as the twin does it.
         _penalties_kernel[(min(n, len(tables)),)](
             logits, slots, positions, tokens, params, tables, n, logits.shape[1], logits.stride(0), params.stride(0),
-            ALL_ROWS=all_rows, BLOCK=_BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl, enable_fp_fusion=False, **_COLUMNS,
+            COLUMNS, all_rows, _BLOCK, pdl, num_warps=8, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip

@@ -13,14 +13,29 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from runtime.base.sampling_fields import table_of
 from runtime.base.types import SamplingParams
-from runtime.kernels.sampling.choose import LEVELS, NUM_COUNTERS, choose_kernel
+from runtime.kernels.sampling.choose import choose_kernel
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys, noise_of_tokens
-from runtime.kernels.sampling.token_keys import FAILED, is_filtered, key_of, load_float, mass_of, packed, write_token
+from runtime.kernels.sampling.token_keys import (
+    FEW,
+    GROUP,
+    LEVELS,
+    NUM_COUNTERS,
+    SPAN,
+    TILE,
+    SampleForm,
+    is_filtered,
+    key_of,
+    load_float,
+    mass_of,
+    packed,
+    write_token,
+)
 from runtime.kernels.sampling.top_k_top_p import Filters, top_k_top_p_bounds_torch
 from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
@@ -32,15 +47,26 @@ SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
 PENALISED_FROM = 12  # first position at which the captured pass applies penalties; 0 for never
 NUM_PARAMS = 16
 
-_TILE = 2048  # tokens per program
-_SPAN = 2  # tiles filtered at once
-_GROUP = 128  # tokens per group; the groups' best ones bound top-k
-_FEW = 512  # tokens gathered for top-k and compared with each other
 _PROGRAMS_PER_SM = 4  # programs have 128 threads with at most 128 registers each
-_COLUMNS = {
-    "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
-    "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
-}  # fmt: skip
+
+
+class Columns(NamedTuple):
+    """The columns as one constant for kernels."""
+
+    temperature: int = TEMPERATURE
+    seed_low: int = SEED_LOW
+    seed_high: int = SEED_HIGH
+    top_k: int = TOP_K
+    top_p: int = TOP_P
+    min_p: int = MIN_P
+    repetition: int = REPETITION
+    frequency: int = FREQUENCY
+    presence: int = PRESENCE
+    prompt_len: int = PROMPT_LEN
+    penalised_from: int = PENALISED_FROM
+
+
+COLUMNS = Columns()
 
 
 def filters_of(params: torch.Tensor) -> Filters:
@@ -124,63 +150,50 @@ def _best_of_tile_kernel(
     first_own,
     num_own,
     own_stride,
-    TEMPERATURE: tl.constexpr,
-    SEED_LOW: tl.constexpr,
-    SEED_HIGH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    RESAMPLE: tl.constexpr,
-    INDEXED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FILTERS: tl.constexpr,
-    FAILED: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_COUNTERS: tl.constexpr,
-    PDL: tl.constexpr,
+    AT: tl.constexpr,  # `Columns`
+    FORM: tl.constexpr,  # `SampleForm`
 ):
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    columns = tile * TILE + tl.arange(0, TILE)
+    columns = tile * FORM.tile + tl.arange(0, FORM.tile)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-    temperature = load_float(params + TEMPERATURE)
-    if PDL:  # rows and their parameters exist since the step's head
+    temperature = load_float(params + AT.temperature)
+    if FORM.pdl:  # rows and their parameters exist since the step's head
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     logits_row = row
-    if INDEXED:
+    if FORM.indexed:
         logits_row = tl.load(rows_ptr + row).to(tl.int64)
     logits_ptr += logits_row * logits_stride
     ids, num_tokens = columns, vocab
-    if SPLIT:  # noqa: SIM102  # a constexpr
+    if FORM.split:  # noqa: SIM102  # a constexpr
         if tl.load(wanted_ptr + row) == 0:
             logits_ptr = own_ptr + row * own_stride
             ids, num_tokens = first_own + columns, num_own
     logits = tl.load(logits_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     scores = logits
     if temperature > 0:
-        low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
+        low, high = tl.load(params + AT.seed_low), tl.load(params + AT.seed_high)
         scores = tl.div_rn(logits, temperature) + noise_of_tokens(ids, tl.load(positions_ptr + row), low, high)
-        if FILTERS:  # noqa: SIM102  # a constexpr: what depends on it is left out
-            if is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P):
+        if FORM.filters:  # noqa: SIM102  # a constexpr: what depends on it is left out
+            if is_filtered(params, AT):
                 top = tl.max(logits, axis=0)
                 mass = tl.sum(mass_of(logits, top, temperature), axis=0)
                 tl.store(tops_ptr + row * work_stride + tile, top.to(tl.int32, bitcast=True))
                 tl.store(masses_ptr + row * work_stride + tile, mass.to(tl.int32, bitcast=True))
                 if tile == 0:
                     counters = tl.arange(0, 256)
-                    tl.store(counters_ptr + row * work_stride + counters, 0, mask=counters < NUM_COUNTERS)
-                if tl.load(params + TOP_K) > 0:
-                    bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
-                    groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+                    tl.store(counters_ptr + row * work_stride + counters, 0, mask=counters < FORM.num_counters)
+                if tl.load(params + AT.top_k) > 0:
+                    bests = tl.max(tl.reshape(logits, [FORM.tile // FORM.group, FORM.group]), axis=1)
+                    groups = tile * (FORM.tile // FORM.group) + tl.arange(0, FORM.tile // FORM.group)
                     tl.store(groups_ptr + row * work_stride + groups, key_of(bests))
     best = tl.max(scores, axis=0)
     key = packed(best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
-    if not RESAMPLE:
+    if not FORM.resample:
         finite = (tl.abs(logits) < float("inf")) | (columns >= num_tokens)
-        key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
-    if SPLIT:
-        key = tl.where(tile * TILE < num_tokens, key, -FAILED)
+        key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FORM.failed)
+    if FORM.split:
+        key = tl.where(tile * FORM.tile < num_tokens, key, -FORM.failed)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
 
 
@@ -194,23 +207,17 @@ def _best_of_row_kernel(
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     num_tiles,
     state_stride,
-    RESAMPLE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FAILED: tl.constexpr,
-    TILES: tl.constexpr,  # power of two, at least num_tiles
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `SampleForm`
 ):
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, tiles = tl.program_id(0), tl.arange(0, TILES)
-    keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FAILED)
+    row, tiles = tl.program_id(0), tl.arange(0, FORM.tiles)
+    keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FORM.failed)
     key = tl.max(keys, axis=0)  # no token's key is as low as -FAILED
-    if RESAMPLE:
-        key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
-    write_token(
-        row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, SPLIT, FAILED
-    )
+    if FORM.resample:
+        key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FORM.failed, key)
+    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, FORM)
 
 
 def sample_tokens_triton(
@@ -234,32 +241,38 @@ def sample_tokens_triton(
         answers, rows = resample.token_ids, resample.rows
     if not n:
         return answers
-    num_tiles, pdl = max(1, -(-vocab // _TILE)), use_pdl(logits)
+    num_tiles, pdl = max(1, -(-vocab // TILE)), use_pdl(logits)
     keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
-    sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_COUNTERS, num_tiles * LEVELS, 2 * _FEW]
+    sizes = [num_tiles, num_tiles, num_tiles * (TILE // GROUP), NUM_COUNTERS, num_tiles * LEVELS, 2 * FEW]
     work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
     part = (own.logits, own.wanted) if own is not None else (logits, slots)
     part_args = (own.first, own.logits.shape[1], own.logits.stride(0)) if own is not None else (0, 0, 0)
-    pass_of = {"RESAMPLE": resample is not None, "SPLIT": own is not None}
-    launch = pass_of | {"FAILED": FAILED, "PDL": pdl, "launch_pdl": pdl}
     indexed = resample is not None and not resample.gathered
-    form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
+    form = SampleForm(resample is not None, own is not None, next_power_of_2(num_tiles), pdl, indexed, filters)
     _best_of_tile_kernel[(num_tiles, n)](
         logits, slots, positions, params, rows, *part, keys, *work[:4], vocab, *strides, *part_args,
-        FILTERS=filters, NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
+        COLUMNS, form, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    tiles = next_power_of_2(num_tiles)
     if not filters:
         _best_of_row_kernel[(n,)](
-            keys, slots, positions, rows, answers, tokens, num_tiles, params.stride(0),
-            TILES=tiles, num_warps=1, **launch,
-        )  # fmt: skip
+            keys,
+            slots,
+            positions,
+            rows,
+            answers,
+            tokens,
+            num_tiles,
+            params.stride(0),
+            form,
+            num_warps=1,
+            launch_pdl=pdl,
+        )
         return answers
-    parts = max(1, min(_num_resident(device) // n, -(-num_tiles // _SPAN)))
+    parts = max(1, min(_num_resident(device) // n, -(-num_tiles // SPAN)))
     choose_kernel[(parts, n)](
         logits, slots, positions, params, rows, keys, *work, answers, tokens, vocab, num_tiles, *strides,
-        SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, num_warps=4, maxnreg=128, **form,
+        COLUMNS, form, num_warps=4, maxnreg=128, launch_pdl=pdl,
     )  # fmt: skip
     return answers
 
@@ -276,7 +289,7 @@ def write_tokens_triton(
     if n:
         _best_of_row_kernel[(n,)](
             keys, slots, positions, slots, token_ids, tokens, 1, tokens.stride(0),
-            RESAMPLE=False, SPLIT=False, FAILED=FAILED, TILES=1, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            SampleForm(False, False, 1, pdl), num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
     return token_ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,12 @@ from runtime.kernels.triton_language import jit, tl
 DrawnKeys = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
 FAILED = (1 << 63) - 1  # key of tokens with a non-finite logit; larger than any other
 NONE = -FAILED  # the key without tokens; lower than any other
+TILE = 2048  # tokens per program
+SPAN = 2  # tiles filtered at once
+GROUP = 128  # tokens per group; the groups' best ones bound top-k
+FEW = 512  # tokens gathered for top-k and compared with each other
+LEVELS = 4
+NUM_COUNTERS = 2 + 8 * 16  # arrivals at barriers; gathered tokens; tokens that reach each digit's levels
 
 
 def best_keys_torch(
@@ -57,12 +64,12 @@ def load_float(ptr):
 
 
 @jit
-def is_filtered(params, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
+def is_filtered(params, AT: tl.constexpr):
     """True if a row with these parameters (pointers) samples from a part of the vocabulary."""
-    drawn = load_float(params + TEMPERATURE) > 0
-    top_p = load_float(params + TOP_P)
-    min_p = load_float(params + MIN_P)
-    return drawn & ((tl.load(params + TOP_K) > 0) | (top_p < 1.0) | (min_p > 0.0))
+    drawn = load_float(params + AT.temperature) > 0
+    top_p = load_float(params + AT.top_p)
+    min_p = load_float(params + AT.min_p)
+    return drawn & ((tl.load(params + AT.top_k) > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
 @jit
@@ -98,33 +105,47 @@ def mass_of(logits, best, temperature):
 
 
 @jit
-def is_penalised(
-    params, position, REPETITION: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
-    PENALISED_FROM: tl.constexpr, ALL_ROWS: tl.constexpr,
-):  # fmt: skip
+def is_penalised(params, position, AT: tl.constexpr, ALL_ROWS: tl.constexpr):
     """True if the row with these parameters has penalties; without ALL_ROWS, if the captured pass applies them."""
     if ALL_ROWS:
-        others = (load_float(params + FREQUENCY) != 0.0) | (load_float(params + PRESENCE) != 0.0)
-        penalised = (load_float(params + REPETITION) != 1.0) | others
+        others = (load_float(params + AT.frequency) != 0.0) | (load_float(params + AT.presence) != 0.0)
+        penalised = (load_float(params + AT.repetition) != 1.0) | others
     else:
-        first = tl.load(params + PENALISED_FROM, cache_modifier=".cg")
+        first = tl.load(params + AT.penalised_from, cache_modifier=".cg")
         penalised = (first > 0) & (position >= first)
     return penalised
 
 
+class SampleForm(NamedTuple):
+    """Constants of the kernels that choose tokens."""
+
+    resample: bool
+    split: bool  # by ranks: the answer is a key
+    tiles: int  # power of two, at least the number of tiles
+    pdl: bool
+    indexed: bool = False  # with `rows`
+    filters: bool = False
+    failed: int = FAILED
+    tile: int = TILE
+    group: int = GROUP
+    span: int = SPAN
+    few: int = FEW
+    levels: int = LEVELS
+    num_counters: int = NUM_COUNTERS
+
+
 @jit
 def write_token(
-    row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-    RESAMPLE: tl.constexpr, SPLIT: tl.constexpr, FAILED: tl.constexpr,
-):  # fmt: skip
+    row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, FORM: tl.constexpr
+):
     """The row's answer, from its packed key, into the step's and the request's tokens. SPLIT: the key itself, which
     other ranks have yet to agree to, into int64 in the place of the step's."""
-    if SPLIT:
+    if FORM.split:
         tl.store(token_ids_ptr + row, key)
     else:
-        token_id = tl.where(key == FAILED, -1, token_of(key))
+        token_id = tl.where(key == FORM.failed, -1, token_of(key))
         at = row
-        if RESAMPLE:
+        if FORM.resample:
             at = tl.load(rows_ptr + row)
         tl.store(token_ids_ptr + at, token_id)
         state = tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)

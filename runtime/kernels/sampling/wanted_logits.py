@@ -7,22 +7,15 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.sampling.sample import (
-    FREQUENCY,
+    COLUMNS,
     MIN_P,
     PENALISED_FROM,
-    PRESENCE,
-    REPETITION,
     TEMPERATURE,
     TOP_K,
     TOP_P,
 )
 from runtime.kernels.sampling.token_keys import is_filtered, is_penalised
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
-
-_COLUMNS = {
-    "TEMPERATURE": TEMPERATURE, "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
-    "REPETITION": REPETITION, "FREQUENCY": FREQUENCY, "PRESENCE": PRESENCE, "PENALISED_FROM": PENALISED_FROM,
-}  # fmt: skip
 
 
 def wanted_logits_torch(
@@ -44,21 +37,14 @@ def _wanted_logits_kernel(
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     wanted_ptr,  # [n] int32
     state_stride,
-    TEMPERATURE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    REPETITION: tl.constexpr,
-    FREQUENCY: tl.constexpr,
-    PRESENCE: tl.constexpr,
-    PENALISED_FROM: tl.constexpr,
+    AT: tl.constexpr,  # `Columns`
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-    filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
+    filtered = is_filtered(params, AT)
     position = tl.load(positions_ptr + row)
-    penalised = is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, False)
+    penalised = is_penalised(params, position, AT, False)
     if PDL:  # the step's head wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,6 +56,6 @@ def wanted_logits_triton(slots: torch.Tensor, positions: torch.Tensor, params: t
     wanted, pdl = torch.empty_like(slots), use_pdl(slots)
     if len(slots):
         _wanted_logits_kernel[(len(slots),)](
-            slots, positions, params, wanted, params.stride(0), PDL=pdl, num_warps=1, launch_pdl=pdl, **_COLUMNS
+            slots, positions, params, wanted, params.stride(0), COLUMNS, pdl, num_warps=1, launch_pdl=pdl
         )
     return wanted

@@ -7,6 +7,8 @@ the inputs that it reads. Behind longer rows, a second kernel does.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.base.kv_cache_spec import RING
@@ -30,6 +32,20 @@ def _load_inputs(at, inside, channels, GATED: tl.constexpr):
     return inputs
 
 
+class ConvForm(NamedTuple):
+    """Constants of `_causal_conv_kernel` and `_keep_inputs_kernel`."""
+
+    width: int
+    bias: bool
+    gated: bool  # see `short_conv_torch`
+    writes: bool  # the inputs enter the ring; rows then have RING - WIDTH + 1 tokens at most
+    ring: int
+    num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
+    tile_tokens: int
+    block_c: int
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _causal_conv_kernel(
     x_ptr,  # [num_tokens, channels], or [num_tokens, 3 * channels] with GATED; tokens x_stride apart
@@ -48,72 +64,64 @@ def _causal_conv_kernel(
     channel_stride,
     tap_stride,
     num_rows,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,  # see `short_conv_torch`
-    WRITES: tl.constexpr,  # the inputs enter the ring; rows then have RING - WIDTH + 1 tokens at most
-    RING: tl.constexpr,
-    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
-    TILE_TOKENS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ConvForm`
 ):
-    BEFORE: tl.constexpr = WIDTH - 1
-    if NUM_ROWS:
-        row, row_tile = find_row(q_starts_ptr, tl.program_id(0), num_rows, TILE_TOKENS, NUM_ROWS)
+    BEFORE: tl.constexpr = FORM.width - 1
+    if FORM.num_rows:
+        row, row_tile = find_row(q_starts_ptr, tl.program_id(0), num_rows, FORM.tile_tokens, FORM.num_rows)
     else:
         row, row_tile = tl.program_id(0), 0
     first = tl.load(q_starts_ptr + row)
-    count = tl.load(q_starts_ptr + row + 1) - first - row_tile * TILE_TOKENS
-    first += row_tile * TILE_TOKENS
-    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    count = tl.load(q_starts_ptr + row + 1) - first - row_tile * FORM.tile_tokens
+    first += row_tile * FORM.tile_tokens
+    start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
     own = tl.load(places_ptr + tl.load(slots_ptr + row).to(tl.int64) * places_stride).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    cols = tl.program_id(1) * FORM.block_c + tl.arange(0, FORM.block_c)
     is_col = cols < channels
-    bias = tl.zeros([BLOCK_C], tl.float32)
-    if BIAS:
+    bias = tl.full([FORM.block_c], 0, tl.float32)
+    if FORM.bias:
         bias += tl.load(bias_ptr + cols, mask=is_col, other=0.0).to(tl.float32)
     taps = ()
-    for w in tl.static_range(WIDTH):
+    for w in tl.static_range(tl.constexpr(FORM.width)):
         at_tap = weight_ptr + cols * channel_stride + w * tap_stride
         taps += (tl.load(at_tap, mask=is_col, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     ring_ptr = inputs_ptr + own * inputs_stride + cols
-    if PDL and WRITES:  # first: the kernel that follows may request its weights, or states
+    if FORM.pdl and FORM.writes:  # first: the kernel that follows may request its weights, or states
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
-    if PDL and (not WRITES):
+    if FORM.pdl and (not FORM.writes):
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     at_x = x_ptr + first.to(tl.int64) * x_stride + cols
     known = ()  # all loads are in flight together
-    for i in tl.static_range(BEFORE + TILE_TOKENS):
+    for i in tl.static_range(BEFORE + FORM.tile_tokens):
         if i < BEFORE:
             if row_tile == 0:
                 position = start + (i - BEFORE)
-                at = ring_ptr + (position & (RING - 1)) * channels
+                at = ring_ptr + (position & (FORM.ring - 1)) * channels
                 inputs = tl.load(at, mask=is_col & (cols < tl.where(position < 0, 0, channels)), other=0.0)
             else:
-                inputs = _load_inputs(at_x + (i - BEFORE) * x_stride, is_col, channels, GATED)
+                inputs = _load_inputs(at_x + (i - BEFORE) * x_stride, is_col, channels, FORM.gated)
         else:
             inside = cols < tl.where(i - BEFORE < count, channels, 0)
-            inputs = _load_inputs(at_x + (i - BEFORE) * x_stride, inside, channels, GATED)
+            inputs = _load_inputs(at_x + (i - BEFORE) * x_stride, inside, channels, FORM.gated)
         known += (inputs,)  # type: ignore[assignment]
     at_out = out_ptr + first.to(tl.int64) * channels + cols
-    for i in tl.static_range(TILE_TOKENS):
+    for i in tl.static_range(tl.constexpr(FORM.tile_tokens)):
         total = bias
-        for w in tl.static_range(WIDTH):
+        for w in tl.static_range(tl.constexpr(FORM.width)):
             total = tl.fma(known[i + w].to(tl.float32), taps[w], total)  # explicit: the same bits in all tiles
         inside = cols < tl.where(i < count, channels, 0)
-        if GATED:
+        if FORM.gated:
             gate = tl.load(at_x + i * x_stride + channels, mask=inside, other=0.0).to(tl.float32)
             out = gate * total.to(out_ptr.dtype.element_ty).to(tl.float32)
         else:
             out = total / (1.0 + tl.exp(-total))
         tl.store(at_out + i * channels, out.to(out_ptr.dtype.element_ty), mask=inside)
-        if WRITES:
-            tl.store(ring_ptr + ((start + i) & (RING - 1)) * channels, known[i + BEFORE], mask=inside)
+        if FORM.writes:
+            tl.store(ring_ptr + ((start + i) & (FORM.ring - 1)) * channels, known[i + BEFORE], mask=inside)
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -128,11 +136,7 @@ def _keep_inputs_kernel(
     inputs_stride,
     places_stride,
     channels,
-    WIDTH: tl.constexpr,
-    GATED: tl.constexpr,
-    RING: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ConvForm`
 ):
     """Write the last inputs of each row, and those before its snapshot, to the rings."""
     row = tl.program_id(0)
@@ -142,9 +146,9 @@ def _keep_inputs_kernel(
     place_ptr = places_ptr + tl.load(slots_ptr + row).to(tl.int64) * places_stride
     own, snapshot_end = tl.load(place_ptr).to(tl.int64), tl.load(place_ptr + 2)
     snapshot = tl.load(place_ptr + 3).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    cols = tl.program_id(1) * FORM.block_c + tl.arange(0, FORM.block_c)
     is_col = (cols < channels)[None, :]
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
@@ -153,18 +157,18 @@ def _keep_inputs_kernel(
     own_ptr = inputs_ptr + own * inputs_stride + cols[None, :]
     x_ptr += first.to(tl.int64) * x_stride + cols[None, :]
     if (start < snapshot_end) & (snapshot_end <= stop):
-        positions = snapshot_end - RING + tl.arange(0, RING)
-        at, places = positions - start, ((positions & (RING - 1)) * channels)[:, None]
+        positions = snapshot_end - FORM.ring + tl.arange(0, FORM.ring)
+        at, places = positions - start, ((positions & (FORM.ring - 1)) * channels)[:, None]
         inside = (at >= 0)[:, None] & is_col
-        inputs = _load_inputs(x_ptr + at.to(tl.int64)[:, None] * x_stride, inside, channels, GATED)
-        earlier = ((at < 0) & (at > -WIDTH) & (positions >= 0))[:, None] & is_col
+        inputs = _load_inputs(x_ptr + at.to(tl.int64)[:, None] * x_stride, inside, channels, FORM.gated)
+        earlier = ((at < 0) & (at > -FORM.width) & (positions >= 0))[:, None] & is_col
         inputs = tl.where(earlier, tl.load(own_ptr + places, mask=earlier, other=0.0), inputs)
         tl.store(inputs_ptr + snapshot * inputs_stride + cols[None, :] + places, inputs, mask=inside | earlier)
         tl.debug_barrier()  # the ring was read before it is written
-    positions = stop - RING + tl.arange(0, RING)
-    at, places = positions - start, ((positions & (RING - 1)) * channels)[:, None]
+    positions = stop - FORM.ring + tl.arange(0, FORM.ring)
+    at, places = positions - start, ((positions & (FORM.ring - 1)) * channels)[:, None]
     inside = (at >= 0)[:, None] & is_col
-    inputs = _load_inputs(x_ptr + at.to(tl.int64)[:, None] * x_stride, inside, channels, GATED)
+    inputs = _load_inputs(x_ptr + at.to(tl.int64)[:, None] * x_stride, inside, channels, FORM.gated)
     tl.store(own_ptr + places, inputs, mask=inside)
 
 
@@ -208,15 +212,15 @@ def _launch(
     block, pdl = min(next_power_of_2(channels), _CHANNELS), use_pdl(x)
     arrays = (rows.slots, rows.starts, rows.q_starts, rows.places)
     strides = x.stride(0), state.inputs.stride(0), rows.places.stride(0)
-    options = {"WIDTH": width, "GATED": gated, "RING": RING, "PDL": pdl, "launch_pdl": pdl}
+    num_rows = 0 if short else rows_searched(rows.num_rows)
+    form = ConvForm(width, bias is not None, gated, short, RING, num_rows, tile, block, pdl)
     _causal_conv_kernel[(places, -(-channels // block))](
         x, weight, weight if bias is None else bias, state.inputs, out, *arrays, *strides, channels, *weight.stride(),
-        rows.num_rows, BIAS=bias is not None, WRITES=short, NUM_ROWS=0 if short else rows_searched(rows.num_rows),
-        TILE_TOKENS=tile, BLOCK_C=block, num_warps=_WARPS, **options,
+        rows.num_rows, form, num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     if not short:
         block = min(block, _KEPT_CHANNELS)
         _keep_inputs_kernel[(rows.num_rows, -(-channels // block))](
-            x, state.inputs, *arrays, *strides, channels, BLOCK_C=block, num_warps=4, **options
+            x, state.inputs, *arrays, *strides, channels, form._replace(block_c=block), num_warps=4, launch_pdl=pdl
         )
     return out

@@ -15,6 +15,7 @@ prompt was cut nor on other rows.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -74,6 +75,27 @@ def _chunk_of_place(
     return begin + tile * TILE, tl.minimum(count - tile * TILE, TILE)
 
 
+class ChunksForm(NamedTuple):
+    """Constants of the three kernels."""
+
+    key_heads: int
+    group: int  # neighbours among the value heads with the same key head
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    num_rows: int  # power of two, at least the number of rows
+    block_k: int  # power of two, at least key_dim
+    block_v: int  # value dimensions per program
+    precision: str  # precision of products in qkv's dtype
+    solve_precision: str
+    stride_unit: int  # states lie a multiple of it apart
+    row_bytes: int  # w and q rows begin at its multiples
+    pdl: bool
+    chunk: int = CHUNK
+    norm_eps: float = NORM_EPS  # q's and k's
+    tile: int = _NORM_TOKENS  # tokens per program of the norm
+
+
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prepare_chunks_kernel(
     qkv_ptr,  # see `_delta_steps_kernel`
@@ -93,67 +115,60 @@ def _prepare_chunks_kernel(
     places_stride,
     num_rows,
     scale,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,  # precision of products in qkv's dtype
-    SOLVE_PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ChunksForm`
 ):
-    head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
+    head, place = tl.program_id(0) % FORM.value_heads, tl.program_id(0) // FORM.value_heads
     first, count = _chunk_of_place(
-        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, CHUNK, NUM_ROWS
+        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, FORM.chunk, FORM.num_rows
     )
     decay_rate, decay_bias = tl.load(decay_log_ptr + head), tl.load(decay_bias_ptr + head)
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
-    index, keys, values = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    index, keys, values = tl.arange(0, FORM.chunk), tl.arange(0, FORM.block_k), tl.arange(0, FORM.block_v)
     used = index < count
     tokens = (first + index).to(tl.int64)
-    is_key = used[:, None] & (keys < KEY_DIM)[None, :]
-    is_value = used[:, None] & (values < VALUE_DIM)[None, :]
-    key_head = head // GROUP % KEY_HEADS
-    at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * KEY_DIM + keys[None, :]
-    at_v = qkv_ptr + tokens[:, None] * qkv_stride + (2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM) + values[None, :]
-    k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
+    is_key = used[:, None] & (keys < FORM.key_dim)[None, :]
+    is_value = used[:, None] & (values < FORM.value_dim)[None, :]
+    key_head = head // FORM.group % FORM.key_heads
+    at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * FORM.key_dim + keys[None, :]
+    at_v = (
+        qkv_ptr
+        + tokens[:, None] * qkv_stride
+        + (2 * FORM.key_heads * FORM.key_dim + head * FORM.value_dim)
+        + values[None, :]
+    )
+    k = tl.load(at_q + FORM.key_heads * FORM.key_dim, mask=is_key, other=0.0)
     q = tl.load(at_q, mask=is_key, other=0.0)
     at_gates = gates_ptr + tokens * gates_stride + head
     b = tl.load(at_gates, mask=used, other=0.0).to(tl.float32)
-    a = tl.load(at_gates + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
+    a = tl.load(at_gates + FORM.value_heads, mask=used, other=0.0).to(tl.float32)
     rates = tl.where(used, 1.0 / (1.0 + tl.exp(-b)), 0.0)
     sums = tl.cumsum(tl.where(used, log_decay(a, decay_rate, decay_bias), 0.0), axis=0)
-    last = tl.sum(tl.where(index == CHUNK - 1, sums, 0.0), axis=0)
+    last = tl.sum(tl.where(index == FORM.chunk - 1, sums, 0.0), axis=0)
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-    q_scale = scale / tl.sqrt(tl.sum(wide_q * wide_q, axis=1) + NORM_EPS)
-    k_scale = 1.0 / tl.sqrt(tl.sum(wide_k * wide_k, axis=1) + NORM_EPS)
+    q_scale = scale / tl.sqrt(tl.sum(wide_q * wide_q, axis=1) + FORM.norm_eps)
+    k_scale = 1.0 / tl.sqrt(tl.sum(wide_k * wide_k, axis=1) + FORM.norm_eps)
 
     lower = index[:, None] >= index[None, :]
     ratios = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf"))) * k_scale[None, :]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * ratios * q_scale[:, None]
-    at_scores = scores_ptr + (tokens * VALUE_HEADS + head)[:, None] * CHUNK + index[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * ratios * q_scale[:, None]
+    at_scores = scores_ptr + (tokens * FORM.value_heads + head)[:, None] * FORM.chunk + index[None, :]
     tl.store(at_scores, scores.to(DTYPE), mask=used[:, None])
-    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * ratios * (rates * k_scale)[:, None]
+    system = tl.dot(k, tl.trans(k), input_precision=FORM.precision) * ratios * (rates * k_scale)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
-    inverse = _inverse(system, CHUNK, SOLVE_PRECISION)
+    inverse = _inverse(system, FORM.chunk, tl.constexpr(FORM.solve_precision))
     v = tl.load(at_v, mask=is_value, other=0.0)  # not before: it would hold shared memory
-    v_updates = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
-    at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+    v_updates = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=FORM.precision)
+    at_out = out_ptr + (tokens * FORM.value_heads + head)[:, None] * FORM.value_dim + values[None, :]
     tl.store(at_out, v_updates.to(DTYPE), mask=is_value)
-    w = tl.dot((inverse * (rates * tl.exp(sums) * k_scale)[None, :]).to(DTYPE), k, input_precision=PRECISION)
-    at_w = w_ptr + (tokens * VALUE_HEADS + head)[:, None] * KEY_DIM + keys[None, :]
+    w = tl.dot((inverse * (rates * tl.exp(sums) * k_scale)[None, :]).to(DTYPE), k, input_precision=FORM.precision)
+    at_w = w_ptr + (tokens * FORM.value_heads + head)[:, None] * FORM.key_dim + keys[None, :]
     tl.store(at_w, w.to(DTYPE), mask=is_key)
-    at_scalars = scalars_ptr + (tokens * VALUE_HEADS + head) * 3
+    at_scalars = scalars_ptr + (tokens * FORM.value_heads + head) * 3
     tl.store(at_scalars, q_scale * tl.exp(sums), mask=used)
     tl.store(at_scalars + 1, k_scale * tl.exp(last - sums), mask=used)
     tl.store(at_scalars + 2, tl.exp(last + tl.zeros_like(sums)), mask=used)
@@ -176,53 +191,42 @@ def _carry_state_kernel(
     state_stride,
     covered_stride,
     places_stride,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # values per program
-    ROW_BYTES: tl.constexpr,  # w and q rows begin at its multiples
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ChunksForm`
 ):
-    BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % VALUE_HEADS
-    row = tl.program_id(0) // (BLOCKS * VALUE_HEADS)
+    BLOCKS: tl.constexpr = (FORM.value_dim + FORM.block_v - 1) // FORM.block_v
+    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % FORM.value_heads
+    row = tl.program_id(0) // (BLOCKS * FORM.value_heads)
     first = tl.load(q_starts_ptr + row)
     start = tl.load(starts_ptr + row)
     place_ptr = places_ptr + tl.load(slots_ptr + row).to(tl.int64) * places_stride
     own, prompt_end = tl.load(place_ptr).to(tl.int64), tl.load(place_ptr + 1)
     snapshot_end, snapshot = tl.load(place_ptr + 2), tl.load(place_ptr + 3).to(tl.int64)
     count = tl.minimum(prompt_end - start, tl.load(q_starts_ptr + row + 1) - first)
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    index, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    values = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    index, keys = tl.arange(0, FORM.chunk), tl.arange(0, FORM.block_k)
+    values = block * FORM.block_v + tl.arange(0, FORM.block_v)
+    is_key, is_value = keys < FORM.key_dim, values < FORM.value_dim
     whole = is_key[:, None] & is_value[None, :]
-    state_ptr += head * (KEY_DIM * VALUE_DIM) + keys[:, None] * VALUE_DIM + values[None, :]
+    state_ptr += head * (FORM.key_dim * FORM.value_dim) + keys[:, None] * FORM.value_dim + values[None, :]
     covered_ptr += head
-    known = (keys < tl.where(start == 0, 0, KEY_DIM))[:, None] & is_value[None, :]
-    matrix = tl.load(state_ptr + own * state_stride * STRIDE_UNIT, mask=known, other=0.0)
+    known = (keys < tl.where(start == 0, 0, FORM.key_dim))[:, None] & is_value[None, :]
+    matrix = tl.load(state_ptr + own * state_stride * FORM.stride_unit, mask=known, other=0.0)
     has_snapshot = (start < snapshot_end) & (snapshot_end <= start + count)
     # w rows, then q rows: one product with the state makes both.
-    both = tl.arange(0, 2 * CHUNK)
-    is_w, both_index = both < CHUNK, both % CHUNK
-    qkv_ptr += first.to(tl.int64) * qkv_stride + head // GROUP % KEY_HEADS * KEY_DIM
-    head_offset = first.to(tl.int64) * VALUE_HEADS + head
-    w_ptr += head_offset * KEY_DIM
-    out_ptr += head_offset * VALUE_DIM
-    scores_ptr += head_offset * CHUNK
+    both = tl.arange(0, 2 * FORM.chunk)
+    is_w, both_index = both < FORM.chunk, both % FORM.chunk
+    qkv_ptr += first.to(tl.int64) * qkv_stride + head // FORM.group % FORM.key_heads * FORM.key_dim
+    head_offset = first.to(tl.int64) * FORM.value_heads + head
+    w_ptr += head_offset * FORM.key_dim
+    out_ptr += head_offset * FORM.value_dim
+    scores_ptr += head_offset * FORM.chunk
     scalars_ptr += head_offset * 3
-    at_scalars = index * (VALUE_HEADS * 3)
+    at_scalars = index * (FORM.value_heads * 3)
     q_scale = tl.load(scalars_ptr + at_scalars, mask=index < count, other=0.0)
     k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=index < count, other=0.0)
     decay = tl.load(scalars_ptr + 2)
@@ -230,38 +234,40 @@ def _carry_state_kernel(
     for part in range(1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
         is_last = part == has_snapshot.to(tl.int32)
         stop = tl.where(is_last, count, snapshot_end - start)
-        for at in range(begin, stop, CHUNK):
+        for at in range(begin, stop, FORM.chunk):
             used = index < count - at
             whole_out = used[:, None] & is_value[None, :]
-            at_w = tl.where(is_w, w_ptr + both_index * (VALUE_HEADS * KEY_DIM), qkv_ptr + both_index * qkv_stride)
-            at_w = tl.multiple_of(at_w, ROW_BYTES)[:, None] + keys[None, :]
-            at_k = qkv_ptr + KEY_HEADS * KEY_DIM + index[:, None] * qkv_stride + keys[None, :]
-            at_out = out_ptr + index[:, None] * (VALUE_HEADS * VALUE_DIM) + values[None, :]
-            at_scores = scores_ptr + index[:, None] * (VALUE_HEADS * CHUNK) + index[None, :]
+            at_w = tl.where(
+                is_w, w_ptr + both_index * (FORM.value_heads * FORM.key_dim), qkv_ptr + both_index * qkv_stride
+            )
+            at_w = tl.multiple_of(at_w, tl.constexpr(FORM.row_bytes))[:, None] + keys[None, :]
+            at_k = qkv_ptr + FORM.key_heads * FORM.key_dim + index[:, None] * qkv_stride + keys[None, :]
+            at_out = out_ptr + index[:, None] * (FORM.value_heads * FORM.value_dim) + values[None, :]
+            at_scores = scores_ptr + index[:, None] * (FORM.value_heads * FORM.chunk) + index[None, :]
             w = tl.load(at_w, mask=(both_index < count - at)[:, None] & is_key[None, :], other=0.0)
             k = tl.load(at_k, mask=used[:, None] & is_key[None, :], other=0.0)
             updates = tl.load(at_out, mask=whole_out, other=0.0)
             scores = tl.load(at_scores, mask=used[:, None], other=0.0)
-            scalars_ptr += CHUNK * VALUE_HEADS * 3
-            is_next = index < count - at - CHUNK
+            scalars_ptr += FORM.chunk * FORM.value_heads * 3
+            is_next = index < count - at - FORM.chunk
             next_q_scale = tl.load(scalars_ptr + at_scalars, mask=is_next, other=0.0)
             next_k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=is_next, other=0.0)
-            next_decay = tl.load(scalars_ptr + 2, mask=at + CHUNK < count, other=0.0)
-            products = tl.dot(w, matrix.to(DTYPE), input_precision=PRECISION)
-            products = tl.permute(tl.reshape(products, (2, CHUNK, BLOCK_V)), (1, 2, 0))
+            next_decay = tl.load(scalars_ptr + 2, mask=at + FORM.chunk < count, other=0.0)
+            products = tl.dot(w, matrix.to(DTYPE), input_precision=FORM.precision)
+            products = tl.permute(tl.reshape(products, (2, FORM.chunk, FORM.block_v)), (1, 2, 0))
             w_product, q_product = tl.split(products)
             updates = updates.to(tl.float32) - w_product
             scaled = (updates * k_scale[:, None]).to(DTYPE)
-            matrix = tl.dot(tl.trans(k), scaled, matrix * decay, input_precision=PRECISION)
-            out = tl.dot(scores, updates.to(DTYPE), q_product * q_scale[:, None], input_precision=PRECISION)
+            matrix = tl.dot(tl.trans(k), scaled, matrix * decay, input_precision=FORM.precision)
+            out = tl.dot(scores, updates.to(DTYPE), q_product * q_scale[:, None], input_precision=FORM.precision)
             tl.store(at_out, out.to(DTYPE), mask=whole_out)
-            w_ptr += CHUNK * VALUE_HEADS * KEY_DIM
-            qkv_ptr += CHUNK * qkv_stride
-            out_ptr += CHUNK * VALUE_HEADS * VALUE_DIM
-            scores_ptr += CHUNK * VALUE_HEADS * CHUNK
+            w_ptr += FORM.chunk * FORM.value_heads * FORM.key_dim
+            qkv_ptr += FORM.chunk * qkv_stride
+            out_ptr += FORM.chunk * FORM.value_heads * FORM.value_dim
+            scores_ptr += FORM.chunk * FORM.value_heads * FORM.chunk
             q_scale, k_scale, decay = next_q_scale, next_k_scale, next_decay
         target = tl.where(is_last, own, snapshot)
-        tl.store(state_ptr + target * state_stride * STRIDE_UNIT, matrix, mask=whole)
+        tl.store(state_ptr + target * state_stride * FORM.stride_unit, matrix, mask=whole)
         if block == 0:
             tl.store(covered_ptr + target * covered_stride, start + stop)
         begin = stop
@@ -280,34 +286,29 @@ def _norm_chunks_kernel(
     places_stride,
     num_rows,
     eps,
-    VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `ChunksForm`
 ):
     """The gated norm for prompt tokens."""
-    head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
+    head, place = tl.program_id(0) % FORM.value_heads, tl.program_id(0) // FORM.value_heads
     first, count = _chunk_of_place(
-        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, TILE, NUM_ROWS
+        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, FORM.tile, FORM.num_rows
     )
-    values = tl.arange(0, BLOCK_V)
-    weight = tl.load(norm_ptr + values, mask=values < VALUE_DIM, other=0.0)
-    if PDL:
+    values = tl.arange(0, FORM.block_v)
+    weight = tl.load(norm_ptr + values, mask=values < FORM.value_dim, other=0.0)
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
-    tokens = (first + tl.arange(0, TILE)).to(tl.int64)
-    whole = (tl.arange(0, TILE) < count)[:, None] & (values < VALUE_DIM)[None, :]
-    at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+    tokens = (first + tl.arange(0, FORM.tile)).to(tl.int64)
+    whole = (tl.arange(0, FORM.tile) < count)[:, None] & (values < FORM.value_dim)[None, :]
+    at_out = out_ptr + (tokens * FORM.value_heads + head)[:, None] * FORM.value_dim + values[None, :]
     out = tl.load(at_out, mask=whole, other=0.0)
-    z = tl.load(z_ptr + tokens[:, None] * z_stride + head * VALUE_DIM + values[None, :], mask=whole, other=0.0)
+    z = tl.load(z_ptr + tokens[:, None] * z_stride + head * FORM.value_dim + values[None, :], mask=whole, other=0.0)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     wide = out.to(tl.float32)
     squares = tl.sum(wide * wide, axis=1)[:, None]
-    tl.store(at_out, gated_norm(out, squares, z, weight[None, :], eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
+    tl.store(at_out, gated_norm(out, squares, z, weight[None, :], eps, FORM.value_dim, DTYPE).to(DTYPE), mask=whole)
 
 
 def launch_chunks(
@@ -337,25 +338,23 @@ def launch_chunks(
     num_warps = 4 if key_dim == value_dim == 128 else 2
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
-    heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
-    chunks = heads | {"KEY_HEADS": key_heads, "GROUP": group, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
-    options = {"PDL": pdl, "launch_pdl": pdl}
+    sizes = key_heads, group, value_heads, key_dim, value_dim
+    constants = ChunksForm(*sizes, num_rows, block_k, block_v, precision, solve, unit, _row_bytes(qkv, key_dim), pdl)
     _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
-        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION=precision,
-        SOLVE_PRECISION=solve, num_warps=num_warps, maxnreg=168 if num_warps == 4 else 255, **chunks, **options,
+        constants, num_warps=num_warps, maxnreg=168 if num_warps == 4 else 255, launch_pdl=pdl,
     )  # fmt: skip
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
-        STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision,
-        num_warps=num_warps, num_stages=2 if qkv.dtype == torch.float32 else 3, **chunks, **options,
+        constants._replace(block_v=value_block), num_warps=num_warps, num_stages=2 if qkv.dtype == torch.float32 else 3,
+        launch_pdl=pdl,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](
         out, z, norm_weight, *arrays, z.stride(0), rows.places.stride(0), rows.num_rows, eps,
-        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, num_warps=4, **heads, **options,
+        constants, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ in earlier steps. Each step contains kernels that wait before others may start, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.base.kv_cache_spec import RING
@@ -39,13 +41,31 @@ def gated_norm(out, squares, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.const
     return scaled * (z / (1.0 + tl.exp(-z)))
 
 
+class StepsForm(NamedTuple):
+    """Constants of `_delta_steps_kernel`."""
+
+    key_heads: int
+    group: int  # neighbours among the value heads with the same key head
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    stride_unit: int
+    steps_only: bool
+    block_k: int  # power of two, at least key_dim
+    block_v: int
+    pdl: bool
+    lag: int = LAG
+    most_pending: int = MOST_PENDING
+    ring: int = RING
+    norm_eps: float = NORM_EPS  # q's and k's
+
+
 @jit
-def _load_pending(keys_ptr, values_ptr, decays_ptr, position, keys, values, KEY_DIM: tl.constexpr,
-                  VALUE_DIM: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+def _load_pending(keys_ptr, values_ptr, decays_ptr, position, keys, values, FORM: tl.constexpr):
     """(key, update, decay) of a position, from the ring."""
-    place = position & (RING - 1)
-    key = tl.load(keys_ptr + place * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
-    update = tl.load(values_ptr + place * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+    place = position & (FORM.ring - 1)
+    key = tl.load(keys_ptr + place * FORM.key_dim + keys, mask=keys < FORM.key_dim, other=0.0)
+    update = tl.load(values_ptr + place * FORM.value_dim + values, mask=values < FORM.value_dim, other=0.0)
     return key, update, tl.load(decays_ptr + place)
 
 
@@ -57,20 +77,20 @@ def _updated(matrix, key, update):
 
 
 @jit
-def _load_token(qkv_ptr, gates_ptr, z_ptr, token, head, keys, values, qkv_stride, gates_stride, z_stride,
-                KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-                VALUE_DIM: tl.constexpr):  # fmt: skip
+def _load_token(
+    qkv_ptr, gates_ptr, z_ptr, token, head, keys, values, qkv_stride, gates_stride, z_stride, FORM: tl.constexpr
+):
     """A token's (q, k, v, logits for rate and decay, z)."""
     token = token.to(tl.int64)
     qkv_ptr += token * qkv_stride
-    at_q = qkv_ptr + head // GROUP % KEY_HEADS * KEY_DIM + keys
-    at_v = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
-    q = tl.load(at_q, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
-    v = tl.load(at_v, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
+    at_q = qkv_ptr + head // FORM.group % FORM.key_heads * FORM.key_dim + keys
+    at_v = qkv_ptr + 2 * FORM.key_heads * FORM.key_dim + head * FORM.value_dim + values
+    q = tl.load(at_q, mask=keys < FORM.key_dim, other=0.0).to(tl.float32)
+    k = tl.load(at_q + FORM.key_heads * FORM.key_dim, mask=keys < FORM.key_dim, other=0.0).to(tl.float32)
+    v = tl.load(at_v, mask=values < FORM.value_dim, other=0.0).to(tl.float32)
     at_gates = gates_ptr + token * gates_stride + head
-    b, a = tl.load(at_gates).to(tl.float32), tl.load(at_gates + VALUE_HEADS).to(tl.float32)
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+    b, a = tl.load(at_gates).to(tl.float32), tl.load(at_gates + FORM.value_heads).to(tl.float32)
+    z = tl.load(z_ptr + token * z_stride + head * FORM.value_dim + values, mask=values < FORM.value_dim, other=0.0)
     return q, k, v, b, a, z
 
 
@@ -102,61 +122,46 @@ def _delta_steps_kernel(
     places_stride,
     eps,
     scale,  # q's scale
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    STEPS_ONLY: tl.constexpr,
-    LAG: tl.constexpr,
-    MOST_PENDING: tl.constexpr,
-    RING: tl.constexpr,
-    NORM_EPS: tl.constexpr,  # q's and k's
-    BLOCK_K: tl.constexpr,  # power of two, at least KEY_DIM
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `StepsForm`
 ):
-    row, head = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
-    keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    row, head = tl.program_id(0) // FORM.value_heads, tl.program_id(0) % FORM.value_heads
+    keys, values = tl.arange(0, FORM.block_k), tl.arange(0, FORM.block_v)
     first = tl.load(q_starts_ptr + row)
     end_token = tl.load(q_starts_ptr + row + 1)
     start = tl.load(starts_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     own = tl.load(places_ptr + slot * places_stride).to(tl.int64)
     decay_rate, decay_bias = tl.load(decay_log_ptr + head), tl.load(decay_bias_ptr + head)
-    weight = tl.load(norm_ptr + values, mask=values < VALUE_DIM, other=0.0)
+    weight = tl.load(norm_ptr + values, mask=values < FORM.value_dim, other=0.0)
     fresh = start == 0
-    if not STEPS_ONLY:
+    if not FORM.steps_only:
         prompt_end = tl.load(places_ptr + slot * places_stride + 1)
         skipped = tl.minimum(tl.maximum(prompt_end - start, 0), end_token - first)
         fresh = fresh & (skipped == 0)
         first += skipped
         start += skipped
-        if PDL:
+        if FORM.pdl:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
     end = start + end_token - first
-    if (not STEPS_ONLY) & (start >= end):
+    if (not FORM.steps_only) & (start >= end):
         return
 
     covered_ptr += own * covered_stride + head
-    at_state = own * state_stride * STRIDE_UNIT + head * (KEY_DIM * VALUE_DIM)
-    at_state = state_ptr + at_state + keys[:, None] * VALUE_DIM + values[None, :]
-    whole = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
+    at_state = own * state_stride * FORM.stride_unit + head * (FORM.key_dim * FORM.value_dim)
+    at_state = state_ptr + at_state + keys[:, None] * FORM.value_dim + values[None, :]
+    whole = (keys < FORM.key_dim)[:, None] & (values < FORM.value_dim)[None, :]
     pending = slot * pending_stride + head * head_stride
     keys_ptr, values_ptr, decays_ptr = keys_ptr + pending, values_ptr + pending, decays_ptr + pending
     covered = tl.where(fresh, 0, tl.load(covered_ptr))
     matrix = tl.where(fresh, 0.0, tl.load(at_state, mask=whole, other=0.0))
     # The position at which the state is stored, or -1 if it is stored already.
-    stored = tl.maximum(tl.maximum(covered, start - LAG), end - MOST_PENDING)
+    stored = tl.maximum(tl.maximum(covered, start - FORM.lag), end - FORM.most_pending)
     stored = tl.where(fresh | (stored > covered), stored, -1)
-    key, update, decay = _load_pending(
-        keys_ptr, values_ptr, decays_ptr, covered, keys, values, KEY_DIM, VALUE_DIM, RING
-    )
+    key, update, decay = _load_pending(keys_ptr, values_ptr, decays_ptr, covered, keys, values, FORM)
     for position in range(covered, start):
         next_key, next_update, next_decay = _load_pending(
-            keys_ptr, values_ptr, decays_ptr, position + 1, keys, values, KEY_DIM, VALUE_DIM, RING
+            keys_ptr, values_ptr, decays_ptr, position + 1, keys, values, FORM
         )
         if position == stored:
             tl.store(at_state, matrix, mask=whole)
@@ -164,7 +169,7 @@ def _delta_steps_kernel(
         matrix = _updated(matrix * decay, key, update)
         key, update, decay = next_key, next_update, next_decay
     tl.debug_barrier()  # the ring was read before it is written
-    if STEPS_ONLY and PDL:
+    if FORM.steps_only and FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -172,14 +177,13 @@ def _delta_steps_kernel(
         return
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     q, k, v, b, a, z = _load_token(
-        qkv_ptr, gates_ptr, z_ptr, first, head, keys, values, qkv_stride, gates_stride, z_stride,
-        KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
-    )  # fmt: skip
+        qkv_ptr, gates_ptr, z_ptr, first, head, keys, values, qkv_stride, gates_stride, z_stride, FORM
+    )
     for position in range(start, end):
         token = first + position - start
         next_q, next_k, next_v, next_b, next_a, next_z = _load_token(
             qkv_ptr, gates_ptr, z_ptr, tl.minimum(token + 1, end_token - 1), head, keys, values, qkv_stride,
-            gates_stride, z_stride, KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            gates_stride, z_stride, FORM,
         )  # fmt: skip
         if position == stored:
             tl.store(at_state, matrix, mask=whole)
@@ -192,19 +196,19 @@ def _delta_steps_kernel(
         q_k = tl.sum(tl.where(tl.arange(0, 4) == 1, sums, 0.0), axis=0)
         k_square = tl.sum(tl.where(tl.arange(0, 4) == 2, sums, 0.0), axis=0)
         q_product, k_product = tl.split(tl.sum(tl.join(matrix * q[:, None], matrix * k[:, None]), axis=0))
-        q_scale, k_scale = scale / tl.sqrt(q_square + NORM_EPS), 1.0 / tl.sqrt(k_square + NORM_EPS)
+        q_scale, k_scale = scale / tl.sqrt(q_square + FORM.norm_eps), 1.0 / tl.sqrt(k_square + FORM.norm_eps)
         update = (v - k_product * k_scale) / (1.0 + tl.exp(-b))
         out = ((q_product + (q_k * k_scale) * update) * q_scale).to(DTYPE)
         k *= k_scale
         matrix = _updated(matrix, k, update)
-        place = position & (RING - 1)
-        tl.store(keys_ptr + place * KEY_DIM + keys, k, mask=keys < KEY_DIM)
-        tl.store(values_ptr + place * VALUE_DIM + values, update, mask=values < VALUE_DIM)
+        place = position & (FORM.ring - 1)
+        tl.store(keys_ptr + place * FORM.key_dim + keys, k, mask=keys < FORM.key_dim)
+        tl.store(values_ptr + place * FORM.value_dim + values, update, mask=values < FORM.value_dim)
         tl.store(decays_ptr + place, decay)
         wide = out.to(tl.float32)
-        normed = gated_norm(out, tl.sum(wide * wide, axis=0), z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
-        at_out = out_ptr + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
-        tl.store(at_out, normed, mask=values < VALUE_DIM)
+        normed = gated_norm(out, tl.sum(wide * wide, axis=0), z, weight, eps, FORM.value_dim, DTYPE).to(DTYPE)
+        at_out = out_ptr + token.to(tl.int64) * (FORM.value_heads * FORM.value_dim) + head * FORM.value_dim + values
+        tl.store(at_out, normed, mask=values < FORM.value_dim)
         q, k, v, b, a, z = next_q, next_k, next_v, next_b, next_a, next_z
 
 
@@ -223,17 +227,14 @@ def launch_steps(
     group = 1 if tiled else value_heads // key_heads
     unit, pdl = stride_unit(state), use_pdl(qkv)
     assert state.keys.stride(0) == state.values.stride(0) == state.decays.stride(0)
+    blocks = next_power_of_2(key_dim), next_power_of_2(value_dim)
+    constants = StepsForm(key_heads, group, value_heads, key_dim, value_dim, unit, rows.steps_only, *blocks, pdl)
     _delta_steps_kernel[(rows.num_rows * value_heads,)](
-        qkv, z, gates, decay_log, decay_bias, norm_weight, out,
-        state.state, state.positions, state.keys, state.values, state.decays,
-        rows.slots, rows.starts, rows.q_starts, rows.places,
-        qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
-        state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
-        KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        STRIDE_UNIT=unit, STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING,
-        NORM_EPS=NORM_EPS,
-        BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
-        launch_pdl=pdl, num_warps=4,
+        qkv, z, gates, decay_log, decay_bias, norm_weight, out, state.state, state.positions, state.keys, state.values,
+        state.decays, rows.slots, rows.starts, rows.q_starts, rows.places, qkv.stride(0), z.stride(0), gates.stride(0),
+        state.state.stride(0) // unit, state.positions.stride(0), state.keys.stride(0), state.keys.stride(1),
+        rows.places.stride(0), eps, key_dim**-0.5,
+        constants, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
@@ -45,6 +47,17 @@ def build_inputs_torch(
     return token_ids, positions, kv_index, adapters[slot_of] * (1 if own_counts is None else is_own)
 
 
+class InputsForm(NamedTuple):
+    """Constants of `_build_inputs_kernel`."""
+
+    groups: int
+    rows: int  # rows per program
+    tokens: int  # tokens per row
+    own_counts: bool
+    adapters: bool
+    pdl: bool
+
+
 @jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _build_inputs_kernel(
     slots_ptr,  # [num_rows]
@@ -60,40 +73,35 @@ def _build_inputs_kernel(
     num_tokens,
     block_size,
     max_blocks,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,  # rows per program
-    TOKENS: tl.constexpr,  # tokens per row
-    OWN_COUNTS: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-    PDL: tl.constexpr,
+    FORM: tl.constexpr,  # `InputsForm`
 ):
-    if PDL:
+    if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0).to(tl.int64)[:, None]
     starts = tl.load(starts_ptr + rows, mask=inside, other=0)[:, None]
     first = tl.load(q_starts_ptr + rows, mask=inside, other=0)[:, None]
     end = tl.load(q_starts_ptr + rows + 1, mask=inside, other=0)[:, None]
-    at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[None, :]
+    at = tl.program_id(1) * FORM.tokens + tl.arange(0, FORM.tokens)[None, :]
     own = first + at < end  # false for a missing row's tokens
     positions = starts + at
     known = own
-    if OWN_COUNTS:
+    if FORM.own_counts:
         known = own & (at < tl.load(own_counts_ptr + rows, mask=inside, other=0)[:, None])
     token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=known, other=0)
     out = out_ptr + first + at
     tl.store(out, token_ids, mask=own)
     tl.store(out + num_tokens, positions, mask=own)
-    for group in tl.static_range(GROUPS):
+    for group in tl.static_range(tl.constexpr(FORM.groups)):
         entries = tables_ptr + slots * stride + group * max_blocks + positions // block_size
         blocks = tl.load(entries, mask=known, other=0)
         kv_index = tl.where(known, blocks * block_size + positions % block_size, 0)
         tl.store(out + (2 + group) * num_tokens, kv_index, mask=own)
-    if ADAPTERS:
+    if FORM.adapters:
         adapters = tl.load(adapters_ptr + slots * stride, mask=inside[:, None], other=0)
-        tl.store(out + (2 + GROUPS) * num_tokens, tl.where(known, adapters, 0), mask=own)
+        tl.store(out + (2 + FORM.groups) * num_tokens, tl.where(known, adapters, 0), mask=own)
 
 
 def build_inputs(
@@ -117,9 +125,12 @@ def build_inputs(
     pdl = use_pdl(out)
     _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
         slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts,
-        slots if adapters is None else adapters, out,
-        tokens.stride(0), num_rows, num_tokens, block_size, tables.shape[1] // num_groups, GROUPS=num_groups,
-        ROWS=_TILE // per_row, TOKENS=per_row, OWN_COUNTS=own_counts is not None,
-        ADAPTERS=has_adapters, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        slots if adapters is None else adapters, out, tokens.stride(0), num_rows, num_tokens, block_size,
+        tables.shape[1] // num_groups,
+        FORM=InputsForm(
+            groups=num_groups, rows=_TILE // per_row, tokens=per_row, own_counts=own_counts is not None,
+            adapters=has_adapters, pdl=pdl,
+        ),
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out[0], out[1], out[2 : 2 + num_groups], out[-1] if has_adapters else None

@@ -8,6 +8,8 @@ sees. A sink is the first score, with zeros as its value."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from runtime.kernels.cpu.attention.attention_lanes import Lanes
 from runtime.kernels.cpu.attention.attention_rows import Rows, Tile
 from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
@@ -19,21 +21,27 @@ _MOST_HEADS = 16  # heads in a task: its queries lie on the stack
 _FEW = 7  # tokens in a tile, up to which element vectors are faster than token vectors
 
 
+class AttentionArguments(NamedTuple):
+    """What `attention` reads and writes."""
+
+    q: F32s  # [num_tokens, num_heads, head_dim], rows q_stride apart
+    kv: U8s  # [2, num_kv_heads, num_positions, head_dim] of form.type
+    scales: F32s  # the cache's scales, if it is quantized
+    sinks: F32s  # [num_heads], read if has_sinks
+    tables: I32s  # [rows, table_stride] each row's blocks
+    tiles: I32s  # [num_tiles, 4]: first token, number of tokens, table row, the first token's position
+    out: F32s  # [num_tokens, num_heads * head_dim]
+    q_stride: Int
+    num_positions: Int  # positions in a head's cache
+    table_stride: Int
+    num_tiles: Int
+    num_heads: Int
+    heads_per_task: Int  # query heads per kv head: 1 or `heads_of_task`
+    scale: Float  # scores' scale
+
+
 def attention(
-    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
-    kv: U8s,  # [2, num_kv_heads, num_positions, head_dim] of form.type
-    scales: F32s,  # the cache's scales, if it is quantized
-    sinks: F32s,  # [num_heads], read if has_sinks
-    tables: I32s,  # [rows, table_stride] each row's blocks
-    tiles: I32s,  # [num_tiles, 4]: first token, number of tokens, table row, the first token's position
-    out: F32s,  # [num_tokens, num_heads * head_dim]
-    q_stride: Int,
-    num_positions: Int,  # positions in a head's cache
-    table_stride: Int,
-    num_tiles: Int,
-    num_heads: Int,
-    heads_per_task: Int,  # query heads per kv head: 1 or `heads_of_task`
-    scale: Float,  # scores' scale
+    given: AttentionArguments,
     part: Int,
     parts: Int,
     target: Target,
@@ -45,26 +53,26 @@ def attention(
     max_heads: int,  # heads_per_task or more
 ) -> None:
     """Part i/n: a share of the pairs (head group, tile)."""
-    begin, end = share(num_heads // heads_per_task * num_tiles, part, parts)
-    chunk = Chunk(form, kv, scales, num_heads // group, num_positions)
+    begin, end = share(given.num_heads // given.heads_per_task * given.num_tiles, part, parts)
+    chunk = Chunk(form, given.kv, given.scales, given.num_heads // group, given.num_positions)
     rows = Rows(form, window, soft_cap, _FEW * max_heads)
     together = _heads_of_products(group)
     lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target)
     for task in loop(begin, end):
-        head = task // num_tiles * heads_per_task
-        numbers = tiles + task % num_tiles * 4
+        head = task // given.num_tiles * given.heads_per_task
+        numbers = given.tiles + task % given.num_tiles * 4
         token, count, row, position = (numbers.load(i).to(i64) for i in range(4))
-        head_scale = scale * chunk.open(head // group, tables + row * table_stride)
-        own, out_stride = head * form.head_dim, num_heads * form.head_dim
-        first_q, first_out = q + (token * q_stride + own), out + (token * out_stride + own)
+        head_scale = given.scale * chunk.open(head // group, given.tables + row * given.table_stride)
+        own, out_stride = head * form.head_dim, given.num_heads * form.head_dim
+        first_q, first_out = given.q + (token * given.q_stride + own), given.out + (token * out_stride + own)
         first = maximum(position - (window - 1), 0) // CHUNK if window else 0
         for is_fit, queries, heads in (
-            (count <= _FEW, rows, heads_per_task),
-            ((count > _FEW) & (head % together).equals(0), lanes, maximum(heads_per_task, together)),
+            (count <= _FEW, rows, given.heads_per_task),
+            ((count > _FEW) & (head % together).equals(0), lanes, maximum(given.heads_per_task, together)),
         ):
             with when(is_fit):
-                tile = Tile(first_q, q_stride, first_out, out_stride, position, count, heads)
-                queries.open(tile, head_scale, sinks + head if has_sinks else None)
+                tile = Tile(first_q, given.q_stride, first_out, out_stride, position, count, heads)
+                queries.open(tile, head_scale, given.sinks + head if has_sinks else None)
                 for index in loop(first, (position + count - 1) // CHUNK + 1):
                     base = index * CHUNK
                     chunk.read(base, *seen_positions(base, position, count, window))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
 from runtime.kernels.llvm.language import (
     F32s,
@@ -29,58 +31,58 @@ from runtime.kernels.llvm.language import (
 )
 
 
-def rope_store(
+class RopeArguments(NamedTuple):
+    """What `rope_store` reads and writes."""
+
     # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], or q alone without `stores`; rows qkv_stride apart; q is
     # rotated in place.
-    qkv: F32s,
-    table: F32s,  # [2, positions, head_dim]: cos, and sin with the first half negated
-    positions: I64s,  # [num_tokens]
-    kv: U8s,  # [2, num_kv_heads, positions, head_dim] of form.type, heads cache_positions apart
-    scales: U8s,  # a quantized cache's scales
-    kv_index: I64s,  # [num_tokens]
-    q_norm: F32s,  # [head_dim], read if has_norms
-    k_norm: F32s,
-    num_tokens: Int,
-    num_heads: Int,
-    num_kv_heads: Int,
-    qkv_stride: Int,
-    sin_offset: Int,  # numbers between cos and sin
-    cache_positions: Int,
-    eps: Float,
-    part: Int,
-    parts: Int,
-    form: KVForm,
-    has_norms: bool,
-    has_v_norm: bool,
-    stores: bool,
+    qkv: F32s
+    table: F32s  # [2, positions, head_dim]: cos, and sin with the first half negated
+    positions: I64s  # [num_tokens]
+    kv: U8s  # [2, num_kv_heads, positions, head_dim] of form.type, heads cache_positions apart
+    scales: U8s  # a quantized cache's scales
+    kv_index: I64s  # [num_tokens]
+    q_norm: F32s  # [head_dim], read if has_norms
+    k_norm: F32s
+    num_tokens: Int
+    num_heads: Int
+    num_kv_heads: Int
+    qkv_stride: Int
+    sin_offset: Int  # numbers between cos and sin
+    cache_positions: Int
+    eps: Float
+
+
+def rope_store(
+    given: RopeArguments, part: Int, parts: Int, form: KVForm, has_norms: bool, has_v_norm: bool, stores: bool
 ) -> None:
     """Part i/n: a share of the pairs (token, head)."""
-    heads = num_heads + num_kv_heads * 2 if stores else num_heads
-    begin, end = share(num_tokens * heads, part, parts)
+    heads = given.num_heads + given.num_kv_heads * 2 if stores else given.num_heads
+    begin, end = share(given.num_tokens * heads, part, parts)
     for task in loop(begin, end):
         token, head = task // heads, task % heads
-        own = qkv + (token * qkv_stride + head * form.head_dim)
-        position = positions.load(token)
-        with when(head < num_heads + num_kv_heads):
-            is_q = head < num_heads
-            weight = where_to(is_q, q_norm, k_norm) if has_norms else None
+        own = given.qkv + (token * given.qkv_stride + head * form.head_dim)
+        position = given.positions.load(token)
+        with when(head < given.num_heads + given.num_kv_heads):
+            is_q = head < given.num_heads
+            weight = where_to(is_q, given.q_norm, given.k_norm) if has_norms else None
             if weight is not None:
-                _norm(own, weight, eps, form.head_dim)
-            rotate(own, table + position * form.head_dim, sin_offset, form.head_dim)
+                _norm(own, weight, given.eps, form.head_dim)
+            rotate(own, given.table + position * form.head_dim, given.sin_offset, form.head_dim)
         if not stores:
             continue
         if has_v_norm:
-            with when(head >= num_heads + num_kv_heads):
-                _norm(own, None, eps, form.head_dim)
-        with when(head >= num_heads):
-            kv_head = head - num_heads  # k heads, then v heads
-            at = kv.of(form.type) + (kv_head * cache_positions + kv_index.load(token)) * form.head_dim
-            scale = scales.of(f32) + kv_head
+            with when(head >= given.num_heads + given.num_kv_heads):
+                _norm(own, None, given.eps, form.head_dim)
+        with when(head >= given.num_heads):
+            kv_head = head - given.num_heads  # k heads, then v heads
+            at = given.kv.of(form.type) + (kv_head * given.cache_positions + given.kv_index.load(token)) * form.head_dim
+            scale = given.scales.of(f32) + kv_head
             if form.has_token_scales:
-                is_value = kv_head >= num_kv_heads
-                own_head = where(is_value, kv_head - num_kv_heads, kv_head)
-                place = (own_head * cache_positions + kv_index.load(token)) * 2
-                scale = scales.of(f16) + where(is_value, place + 1, place)
+                is_value = kv_head >= given.num_kv_heads
+                own_head = where(is_value, kv_head - given.num_kv_heads, kv_head)
+                place = (own_head * given.cache_positions + given.kv_index.load(token)) * 2
+                scale = given.scales.of(f16) + where(is_value, place + 1, place)
             _store(form, own, at, scale)
 
 

@@ -6,16 +6,16 @@ Each part takes a share of every expert's blocks. A result has the bits of the e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from runtime.kernels.cpu.linear.dense_product import DenseRows, multiply_dense_blocks, tiling
-from runtime.kernels.cpu.linear.int_product import TYPES, Results, StoredRows, StoredWeight, multiply_blocks
+from runtime.kernels.cpu.linear.int_product import TYPES, IntRows, Results, StoredRows, StoredWeight, multiply_blocks
 from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
     F32s,
-    I8s,
     I32s,
     I64s,
     Int,
@@ -32,14 +32,18 @@ from runtime.kernels.llvm.language import (
 _TILES = (4, 2, 1)
 
 
+class ChosenRows(NamedTuple):
+    """The rows that chose each expert."""
+
+    starts: I32s  # [num_experts + 1]
+    x_rows: I32s  # [all rows' choices]: rows in x, by expert
+    out_rows: I32s  # [all rows' choices]: rows in out, by expert
+
+
 def expert_int_product(
     addresses: I64s,  # [num_experts, 6]: a StoredWeight's tensors and the bias; zeros for other forms
-    starts: I32s,  # [num_experts + 1]
-    x_rows: I32s,  # [all rows' choices]: rows in x, by expert
-    out_rows: I32s,  # [all rows' choices]: rows in out, by expert
-    x: I8s,  # int_product's argument
-    x_scales: F32s,
-    x_sums: I32s,
+    chosen: ChosenRows,
+    x: IntRows,
     out: F32s,
     num_blocks: Int,  # blocks in one expert
     num_chunks: Int,
@@ -53,19 +57,17 @@ def expert_int_product(
     has_bias: bool,
 ) -> None:
     """Part i/n: a share of each weight's blocks, for its expert's rows."""
-    rows, blocks = StoredRows(x, x_scales, x_sums, num_chunks, limbs, x_rows), share(num_blocks, part, parts)
+    rows, blocks = StoredRows(*x, num_chunks, limbs, chosen.x_rows), share(num_blocks, part, parts)
     types = u8, TYPES[form.scale_dtype], TYPES[form.scale_dtype], f16, f16
-    for first, end, own in _chosen(addresses, starts, num_experts, 6):
+    for first, end, own in _chosen(addresses, chosen.starts, num_experts, 6):
         weight = StoredWeight(*(own.load(i).address(type) for i, type in enumerate(types)))
-        results = Results(out, out_stride, own.load(5).address(f32) if has_bias else None, numbers=out_rows)
+        results = Results(out, out_stride, own.load(5).address(f32) if has_bias else None, numbers=chosen.out_rows)
         multiply_blocks(target, form, weight, rows, results, blocks, first, end, _TILES)
 
 
 def expert_dense_product(
     addresses: I64s,  # [num_experts, 2]: values and bias; zeros for other dtypes
-    starts: I32s,  # expert_int_product's argument
-    x_rows: I32s,
-    out_rows: I32s,
+    chosen: ChosenRows,
     x: F32s,
     out: F32s,
     num_blocks: Int,
@@ -80,10 +82,10 @@ def expert_dense_product(
     has_bias: bool,
 ) -> None:
     """As expert_int_product, of dense weights and float32 rows."""
-    rows = DenseRows(x, x_stride, columns, x_rows)
-    for first, end, own in _chosen(addresses, starts, num_experts, 2):
+    rows = DenseRows(x, x_stride, columns, chosen.x_rows)
+    for first, end, own in _chosen(addresses, chosen.starts, num_experts, 2):
         values = own.load(0).address(TYPES[dtype])
-        results = Results(out, out_stride, own.load(1).address(f32) if has_bias else None, numbers=out_rows)
+        results = Results(out, out_stride, own.load(1).address(f32) if has_bias else None, numbers=chosen.out_rows)
         for is_one_row, condition in ((True, (end - first).equals(1)), (False, end - first > 1)):
             with when(condition):
                 blocks = share(num_blocks, part, parts, tiling(target, dtype, is_one_row)[1][0])

@@ -6,14 +6,13 @@ that magnitude over 65,024. An element is two int8 limbs, 256 * high + low. A ro
 
 from __future__ import annotations
 
+from runtime.kernels.cpu.linear.int_product import IntRows
 from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
 from runtime.kernels.cpu.linear.weight_form import COLUMNS
 from runtime.kernels.cpu.rows import gated_by, inverse_rms
 from runtime.kernels.llvm.language import (
     F32s,
     Float,
-    I8s,
-    I32s,
     Int,
     Pointer,
     Value,
@@ -35,9 +34,7 @@ _LANES = 16
 def quantize_rows(
     x: F32s,  # [rows, columns], rows x_stride apart; with a gate [rows, 2 * columns]
     norm_weight: F32s,  # [columns], read if there is a norm
-    limbs: I8s,  # [rows, chunks, num_limbs, 32]
-    scales: F32s,  # [rows, chunks]
-    sums: I32s,  # [rows, chunks, 2]
+    out: IntRows,
     num_rows: Int,
     columns: Int,
     x_stride: Int,
@@ -62,12 +59,12 @@ def quantize_rows(
             ]
             index = row * chunks + chunk
             largest = _largest(pair)
-            scales.store(index, largest / LARGEST[8 * num_limbs])
+            out.scales.store(index, largest / LARGEST[8 * num_limbs])
             inverse = (number(LARGEST[8 * num_limbs], f32) / largest).repeat(_LANES)
             numbers = [rounded(values * inverse).to(i32) for values in pair]
             for half in range(2):
-                sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
-            _store(limbs + index * (num_limbs * COLUMNS), joined(*numbers), num_limbs)
+                out.sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
+            _store(out.limbs + index * (num_limbs * COLUMNS), joined(*numbers), num_limbs)
 
 
 def float_rows(

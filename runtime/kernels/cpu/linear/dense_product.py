@@ -42,17 +42,23 @@ _LINE = 64  # bytes
 _BLOCKS_OF_ROW, _AHEAD = {2: 1, 4: 4}, {2: 8192, 4: 4096}
 
 
+class DenseArguments(NamedTuple):
+    """What `dense_product` reads and writes."""
+
+    values: U8s  # [blocks, K, 16], some dtype
+    x: F32s  # [rows, K], rows x_stride apart
+    bias: F32s  # [blocks * 16], read if has_bias
+    converted: F32s  # [parts, MOST_BLOCKS, K, 16], memory for blocks, if `converts`
+    out: F32s  # [rows, >= blocks * 16], rows out_stride apart
+    num_rows: Int
+    num_blocks: Int
+    columns: Int
+    x_stride: Int
+    out_stride: Int
+
+
 def dense_product(
-    values: U8s,  # [blocks, K, 16], some dtype
-    x: F32s,  # [rows, K], rows x_stride apart
-    bias: F32s,  # [blocks * 16], read if has_bias
-    converted: F32s,  # [parts, MOST_BLOCKS, K, 16], memory for blocks, if `converts`
-    out: F32s,  # [rows, >= blocks * 16], rows out_stride apart
-    num_rows: Int,
-    num_blocks: Int,
-    columns: Int,
-    x_stride: Int,
-    out_stride: Int,
+    given: DenseArguments,
     part: Int,
     parts: Int,
     target: Target,
@@ -65,11 +71,13 @@ def dense_product(
     """Part i/n: a share of the weight's blocks, for all rows of x."""
     assert not (converts and is_one_row), "`converted` has no room for the blocks of one row"
     _, blocks_at_once = tiling(target, dtype, is_one_row)
-    blocks = share(num_blocks, part, parts, blocks_at_once[0])
-    memory = converted + part * (MOST_BLOCKS * ROWS) * columns if converts else None
-    results = Results(out, out_stride, bias if has_bias else None, adds)
-    weight, rows = values.of(TYPES[dtype]), DenseRows(x, x_stride, columns)
-    multiply_dense_blocks(target, dtype, is_one_row, weight, rows, results, blocks, number(0, i64), num_rows, memory)
+    blocks = share(given.num_blocks, part, parts, blocks_at_once[0])
+    memory = given.converted + part * (MOST_BLOCKS * ROWS) * given.columns if converts else None
+    results = Results(given.out, given.out_stride, given.bias if has_bias else None, adds)
+    weight, rows = given.values.of(TYPES[dtype]), DenseRows(given.x, given.x_stride, given.columns)
+    multiply_dense_blocks(
+        target, dtype, is_one_row, weight, rows, results, blocks, number(0, i64), given.num_rows, memory
+    )
 
 
 class DenseRows(NamedTuple):

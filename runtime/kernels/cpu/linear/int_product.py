@@ -51,21 +51,39 @@ _QUADS = COLUMNS // QUAD
 _AHEAD = 8192  # value bytes: two pages, since the processor itself prefetches within a page
 
 
+class StoredWeight(NamedTuple):
+    """The memory of a weight."""
+
+    values: U8s
+    scales: F32s  # form.scale_dtype, like minimums
+    minimums: F32s
+    super_scales: F16s
+    super_minimums: F16s
+
+
+class IntRows(NamedTuple):
+    """The memory of rows, as `quantize_rows` writes them."""
+
+    limbs: I8s  # [rows, K / 32, limbs, 32]
+    scales: F32s  # [rows, K / 32]
+    sums: I32s  # [rows, K / 32, 2]: sums of half chunks
+
+
+class ProductSizes(NamedTuple):
+    """The sizes of a product."""
+
+    num_rows: Int
+    num_blocks: Int
+    num_chunks: Int
+    out_stride: Int
+
+
 def int_product(
-    values: U8s,
-    scales: F32s,  # form.scale_dtype, like minimums
-    minimums: F32s,
-    super_scales: F16s,
-    super_minimums: F16s,
-    x: I8s,  # [rows, K / 32, limbs, 32]
-    x_scales: F32s,  # [rows, K / 32]
-    x_sums: I32s,  # [rows, K / 32, 2]: sums of half chunks
+    weight: StoredWeight,
+    x: IntRows,
     bias: F32s,  # [blocks * 16], read if has_bias
     out: F32s,  # [rows, >= blocks * 16], rows out_stride apart
-    num_rows: Int,
-    num_blocks: Int,
-    num_chunks: Int,
-    out_stride: Int,
+    sizes: ProductSizes,
     part: Int,
     parts: Int,
     target: Target,
@@ -76,21 +94,10 @@ def int_product(
     has_bias: bool,
 ) -> None:
     """Part i/n: a share of the weight's blocks, for all rows of x."""
-    weight = StoredWeight(values, scales, minimums, super_scales, super_minimums)
-    rows = StoredRows(x, x_scales, x_sums, num_chunks, limbs)
-    results = Results(out, out_stride, bias if has_bias else None, adds)
-    blocks = share(num_blocks, part, parts)
-    multiply_blocks(target, form, weight, rows, results, blocks, number(0, i64), num_rows, tiles)
-
-
-class StoredWeight(NamedTuple):
-    """The memory of a weight."""
-
-    values: Pointer
-    scales: Pointer
-    minimums: Pointer
-    super_scales: Pointer
-    super_minimums: Pointer
+    rows = StoredRows(*x, sizes.num_chunks, limbs)
+    results = Results(out, sizes.out_stride, bias if has_bias else None, adds)
+    blocks = share(sizes.num_blocks, part, parts)
+    multiply_blocks(target, form, weight, rows, results, blocks, number(0, i64), sizes.num_rows, tiles)
 
 
 class StoredRows(NamedTuple):

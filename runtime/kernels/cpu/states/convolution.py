@@ -5,6 +5,8 @@ exponential's last bits."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES
 from runtime.kernels.cpu.states.state_row import StateRow
@@ -26,21 +28,27 @@ from runtime.kernels.llvm.language import (
 from runtime.kernels.llvm.mathematics import exp
 
 
+class ConvolutionArguments(NamedTuple):
+    """What `convolution` reads and writes."""
+
+    x: F32s  # [num_tokens, channels], rows x_stride apart; if gated, input gate, output gate, x
+    weight: F32s  # [channels, width]
+    bias: F32s  # [channels], read if has_bias
+    inputs: F32s  # [num_states, RING, channels], states state_stride apart
+    slots: I32s  # [num_rows]
+    starts: I32s  # [num_rows]
+    q_starts: I32s  # [num_rows + 1]
+    places: I32s  # [num_slots + 1, 4], rows place_stride apart
+    out: F32s  # [num_tokens, channels]
+    num_rows: Int
+    channels: Int
+    x_stride: Int
+    state_stride: Int
+    place_stride: Int
+
+
 def convolution(
-    x: F32s,  # [num_tokens, channels], rows x_stride apart; if gated, input gate, output gate, x
-    weight: F32s,  # [channels, width]
-    bias: F32s,  # [channels], read if has_bias
-    inputs: F32s,  # [num_states, RING, channels], states state_stride apart
-    slots: I32s,  # [num_rows]
-    starts: I32s,  # [num_rows]
-    q_starts: I32s,  # [num_rows + 1]
-    places: I32s,  # [num_slots + 1, 4], rows place_stride apart
-    out: F32s,  # [num_tokens, channels]
-    num_rows: Int,
-    channels: Int,
-    x_stride: Int,
-    state_stride: Int,
-    place_stride: Int,
+    given: ConvolutionArguments,
     part: Int,
     parts: Int,
     width: int,
@@ -48,17 +56,19 @@ def convolution(
     gated: bool,  # short_conv, without an activation; else causal_conv, with silu
 ) -> None:
     """Part i/n: a share of the channels, in all rows."""
-    whole = channels // LANES
-    begin, end = share(whole + channels % LANES, part, parts)  # vectors, then single channels
-    for index in loop(0, num_rows):
-        row = StateRow(index, slots, starts, q_starts, places, place_stride)
+    whole = given.channels // LANES
+    begin, end = share(whole + given.channels % LANES, part, parts)  # vectors, then single channels
+    for index in loop(0, given.num_rows):
+        row = StateRow(index, given.slots, given.starts, given.q_starts, given.places, given.place_stride)
         for lanes in (LANES, 1):
             is_whole = lanes == LANES
             units = (begin, minimum(end, whole)) if is_whole else (maximum(begin, whole), end)
             for unit in loop(*units):
                 first = unit * LANES if is_whole else unit + whole * (LANES - 1)
-                own = Channels(x, inputs, x_stride, state_stride, channels, first, lanes, gated)
-                own.convolve(row, weight, bias if has_bias else None, out, width)
+                own = Channels(
+                    given.x, given.inputs, given.x_stride, given.state_stride, given.channels, first, lanes, gated
+                )
+                own.convolve(row, given.weight, given.bias if has_bias else None, given.out, width)
                 own.keep(row, width)
 
 

@@ -9,7 +9,7 @@ reject them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.cpu.attention.stored_numbers import LANES, load_part, store_part, vectors
@@ -45,112 +45,124 @@ from runtime.kernels.step.state_rows import LAG, MOST_PENDING
 NORM_EPS = 1e-6  # q's and k's
 
 
-def delta_inputs(
-    qkv: F32s,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
-    gates: F32s,  # [num_tokens, 2 * value_heads]: logits for the rate, then the decay; rows gates_stride apart
-    decay_log: F32s,  # [value_heads]
-    decay_bias: F32s,  # [value_heads]
-    queries: F32s,  # [num_tokens, key_heads, key_dim], normalized and scaled
-    keys: F32s,  # [num_tokens, key_heads, key_dim], normalized
-    products: F32s,  # [num_tokens, key_heads] each query times its key
-    rates: F32s,  # [num_tokens, value_heads]
-    decays: F32s,  # [num_tokens, value_heads]
-    num_tokens: Int,
-    key_heads: Int,
-    group: Int,  # value heads per key head
-    qkv_stride: Int,
-    gates_stride: Int,
-    part: Int,
-    parts: Int,
-    key_dim: int,
-) -> None:
+class InputArguments(NamedTuple):
+    """What `delta_inputs` reads and writes."""
+
+    qkv: F32s  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
+    gates: F32s  # [num_tokens, 2 * value_heads]: logits for the rate, then the decay; rows gates_stride apart
+    decay_log: F32s  # [value_heads]
+    decay_bias: F32s  # [value_heads]
+    queries: F32s  # [num_tokens, key_heads, key_dim], normalized and scaled
+    keys: F32s  # [num_tokens, key_heads, key_dim], normalized
+    products: F32s  # [num_tokens, key_heads] each query times its key
+    rates: F32s  # [num_tokens, value_heads]
+    decays: F32s  # [num_tokens, value_heads]
+    num_tokens: Int
+    key_heads: Int
+    group: Int  # value heads per key head
+    qkv_stride: Int
+    gates_stride: Int
+
+
+def delta_inputs(given: InputArguments, part: Int, parts: Int, key_dim: int) -> None:
     """Part i/n: a share of the pairs (token, key head)."""
-    begin, end = share(num_tokens * key_heads, part, parts)
-    value_heads, sizes = key_heads * group, _parts(key_dim)
+    begin, end = share(given.num_tokens * given.key_heads, part, parts)
+    value_heads, sizes = given.key_heads * given.group, _parts(key_dim)
     for task in loop(begin, end):
-        token, head = task // key_heads, task % key_heads
-        own = qkv + (token * qkv_stride + head * key_dim)
+        token, head = task // given.key_heads, task % given.key_heads
+        own = given.qkv + (token * given.qkv_stride + head * key_dim)
         query = [x * key_dim**-0.5 for x in _normalized(own, key_dim)]
-        key = _normalized(own + key_heads * key_dim, key_dim)
-        for out, numbers in ((queries, query), (keys, key)):
+        key = _normalized(own + given.key_heads * key_dim, key_dim)
+        for out, numbers in ((given.queries, query), (given.keys, key)):
             for (at, count), each in zip(sizes, numbers, strict=True):
                 store_part(out + task * key_dim, at, each, count)
-        products.store(task, _sum([a * b for a, b in zip(query, key, strict=True)]))
-        logits = gates + token * gates_stride
-        for value_head in loop(head * group, (head + 1) * group):
+        given.products.store(task, _sum([a * b for a, b in zip(query, key, strict=True)]))
+        logits = given.gates + token * given.gates_stride
+        for value_head in loop(head * given.group, (head + 1) * given.group):
             place, decay = token * value_heads + value_head, logits.load(value_heads + value_head)
-            rates.store(place, sigmoid(logits.load(value_head)))
-            exponent = exp(decay_log.load(value_head)) * _softplus(decay + decay_bias.load(value_head))
-            decays.store(place, exp(0.0 - exponent))
+            given.rates.store(place, sigmoid(logits.load(value_head)))
+            exponent = exp(given.decay_log.load(value_head)) * _softplus(decay + given.decay_bias.load(value_head))
+            given.decays.store(place, exp(0.0 - exponent))
 
 
-def delta_rule(
-    qkv: F32s,  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
-    queries: F32s,  # this and the next four are `delta_inputs`' results
-    keys: F32s,
-    products: F32s,
-    rates: F32s,
-    decays: F32s,
-    z: F32s,  # [num_tokens, value_heads * value_dim], rows z_stride apart
-    norm_weight: F32s,  # [value_dim]
-    slots: I32s,  # [num_rows]
-    starts: I32s,  # [num_rows]
-    q_starts: I32s,  # [num_rows + 1]
-    places: I32s,  # [num_slots + 1, 4], rows place_stride apart
-    state: F32s,  # [num_states, value_heads, key_dim, value_dim], states state_stride apart
-    positions: I32s,  # [num_states, value_heads], states positions_stride apart
-    ring_keys: F32s,  # [num_slots + 1, value_heads, RING, key_dim]; slots and heads with strides
-    ring_values: F32s,  # [num_slots + 1, value_heads, RING, value_dim]
-    ring_decays: F32s,  # [num_slots + 1, value_heads, RING]
-    out: F32s,  # [num_tokens, value_heads * value_dim]
-    num_rows: Int,
-    key_heads: Int,
-    value_heads: Int,
-    neighbours: Int,  # value heads in a row with the same key head
-    qkv_stride: Int,
-    z_stride: Int,
-    place_stride: Int,
-    state_stride: Int,
-    positions_stride: Int,
-    keys_slot: Int,  # the rings' strides
-    keys_head: Int,
-    values_slot: Int,
-    values_head: Int,
-    decays_slot: Int,
-    decays_head: Int,
-    steps_only: Int,  # 1: no token belongs to a chunk
-    eps: Float,
-    part: Int,
-    parts: Int,
-    key_dim: int,
-    value_dim: int,
-) -> None:
+class RuleArguments(NamedTuple):
+    """What `delta_rule` reads and writes."""
+
+    qkv: F32s  # [num_tokens, 2 * key_heads * key_dim + value_heads * value_dim], rows qkv_stride apart
+    queries: F32s  # this and the next four are `delta_inputs`' results
+    keys: F32s
+    products: F32s
+    rates: F32s
+    decays: F32s
+    z: F32s  # [num_tokens, value_heads * value_dim], rows z_stride apart
+    norm_weight: F32s  # [value_dim]
+    slots: I32s  # [num_rows]
+    starts: I32s  # [num_rows]
+    q_starts: I32s  # [num_rows + 1]
+    places: I32s  # [num_slots + 1, 4], rows place_stride apart
+    state: F32s  # [num_states, value_heads, key_dim, value_dim], states state_stride apart
+    positions: I32s  # [num_states, value_heads], states positions_stride apart
+    ring_keys: F32s  # [num_slots + 1, value_heads, RING, key_dim]; slots and heads with strides
+    ring_values: F32s  # [num_slots + 1, value_heads, RING, value_dim]
+    ring_decays: F32s  # [num_slots + 1, value_heads, RING]
+    out: F32s  # [num_tokens, value_heads * value_dim]
+    num_rows: Int
+    key_heads: Int
+    value_heads: Int
+    neighbours: Int  # value heads in a row with the same key head
+    qkv_stride: Int
+    z_stride: Int
+    place_stride: Int
+    state_stride: Int
+    positions_stride: Int
+    keys_slot: Int  # the rings' strides
+    keys_head: Int
+    values_slot: Int
+    values_head: Int
+    decays_slot: Int
+    decays_head: Int
+    steps_only: Int  # 1: no token belongs to a chunk
+    eps: Float
+
+
+def delta_rule(given: RuleArguments, part: Int, parts: Int, key_dim: int, value_dim: int) -> None:
     """Part i/n: a share of the pairs (row, value head)."""
-    for task in loop(*share(num_rows * value_heads, part, parts)):
-        row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
-        key_head = head // neighbours % key_heads
-        span = Span(row, Strided(positions + head, positions_stride), steps_only)
+    for task in loop(*share(given.num_rows * given.value_heads, part, parts)):
+        row, head = (
+            StateRow(
+                task // given.value_heads, given.slots, given.starts, given.q_starts, given.places, given.place_stride
+            ),
+            task % given.value_heads,
+        )
+        key_head = head // given.neighbours % given.key_heads
+        span = Span(row, Strided(given.positions + head, given.positions_stride), given.steps_only)
         tokens = Tokens(
             span,
-            queries=Strided(queries + key_head * key_dim, key_heads * key_dim),
-            keys=Strided(keys + key_head * key_dim, key_heads * key_dim),
-            products=Strided(products + key_head, key_heads),
-            rates=Strided(rates + head, value_heads),
-            decays=Strided(decays + head, value_heads),
-            values=Strided(qkv + (key_heads * (2 * key_dim) + head * value_dim), qkv_stride),
-            outputs=Strided(out + head * value_dim, value_heads * value_dim),
-            ring_keys=Strided(ring_keys + (row.slot * keys_slot + head * keys_head), number(key_dim, i64)),
-            ring_values=Strided(ring_values + (row.slot * values_slot + head * values_head), number(value_dim, i64)),
-            ring_decays=Strided(ring_decays + (row.slot * decays_slot + head * decays_head), number(1, i64)),
+            queries=Strided(given.queries + key_head * key_dim, given.key_heads * key_dim),
+            keys=Strided(given.keys + key_head * key_dim, given.key_heads * key_dim),
+            products=Strided(given.products + key_head, given.key_heads),
+            rates=Strided(given.rates + head, given.value_heads),
+            decays=Strided(given.decays + head, given.value_heads),
+            values=Strided(given.qkv + (given.key_heads * (2 * key_dim) + head * value_dim), given.qkv_stride),
+            outputs=Strided(given.out + head * value_dim, given.value_heads * value_dim),
+            ring_keys=Strided(
+                given.ring_keys + (row.slot * given.keys_slot + head * given.keys_head), number(key_dim, i64)
+            ),
+            ring_values=Strided(
+                given.ring_values + (row.slot * given.values_slot + head * given.values_head), number(value_dim, i64)
+            ),
+            ring_decays=Strided(
+                given.ring_decays + (row.slot * given.decays_slot + head * given.decays_head), number(1, i64)
+            ),
         )
-        states = Strided(state + head * (key_dim * value_dim), state_stride)
+        states = Strided(given.state + head * (key_dim * value_dim), given.state_stride)
         for first, count in vectors(value_dim):
             Columns(tokens, states, first, count, key_dim, value_dim).compute()
         tokens.keep_keys(key_dim)
         span.keep_positions()
-        gate = Strided(z + head * value_dim, z_stride)
+        gate = Strided(given.z + head * value_dim, given.z_stride)
         for token in loop(row.first, row.first + row.count):
-            _norm_and_gate(tokens.outputs[token], gate[token], norm_weight, eps, value_dim)
+            _norm_and_gate(tokens.outputs[token], gate[token], given.norm_weight, given.eps, value_dim)
 
 
 class Span:
