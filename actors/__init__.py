@@ -1,8 +1,7 @@
 """The processes of a server, as Ray's actors.
 
 Workers of Ray import this first, with the current folder first on their path. From here on, imports of Callboard's
-packages find the ones next to this one.
-"""
+packages find the ones next to this one."""
 
 import os
 from importlib.machinery import SourceFileLoader

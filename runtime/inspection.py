@@ -74,7 +74,7 @@ def check_model(config: EngineConfig) -> None:
     spec = _spec_of(path)
     spec.check(config)
     quantized_at_load(spec, config)
-    load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    load_tokenizer(path, config)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(resolve_adapter(adapter)).check_rank(config.max_lora_rank)
@@ -83,7 +83,7 @@ def check_model(config: EngineConfig) -> None:
 def save_tokenizer(config: EngineConfig, target: Path) -> None:
     """Write the model's tokenizer to a folder that transformers reads. A hub model's weights are not fetched."""
     path = resolve(config.model, config.revision, weights=False)
-    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    tokenizer = load_tokenizer(path, config)
     tokenizer.save(target, config.max_model_len or _spec_of(path).max_positions)
 
 
@@ -192,7 +192,7 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
 
 def _text(config: EngineConfig, path: Path) -> list[str]:
     """Describe the tokenizer and the default sampling, and quote the chat template."""
-    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    tokenizer = load_tokenizer(path, config)
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]

@@ -19,13 +19,13 @@ from typing import Any, TypeVar, cast
 from tqdm import tqdm
 
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
+from runtime.assembly.outputs import outputs_by_request
 from runtime.base.config import DEFAULT_MODEL, EngineConfig
 from runtime.base.plain_values import integer, integers, is_integer
 from runtime.base.pooling import POOLED, required_pooling
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess
-from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
@@ -37,7 +37,7 @@ from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
-from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.output.vectors import embedding, scores, texts_of
 from runtime.speculation.draft import LocalWire
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
@@ -150,14 +150,7 @@ class LLM:
         on_phase("finding the model")
         path = resolve(model, self.config.revision)
         on_phase("reading the tokenizer")
-        self.tokenizer = load_tokenizer(
-            path,
-            self.config.chat_template,
-            self.config.tool_call_parser,
-            self.config.channel_grammar,
-            self.config.plain_tool_calls,
-            self.config.special_tokens_in_contents,
-        )
+        self.tokenizer = load_tokenizer(path, self.config)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
         # It takes less memory than is free.
@@ -253,8 +246,7 @@ class LLM:
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels:
             raise CallboardError("This model makes scores, not embeddings; use `score`.")
-        dimensions = None if dimensions is None else integer(dimensions, "dimensions")
-        check_dimensions(dimensions, pooling)
+        dimensions = None if dimensions is None else integer(dimensions, "dimensions", 1)
         pooled = self._pool(self._encode_all(texts), progress, adapter)
         return [embedding(p, pooling, dimensions).tolist() for p in pooled]
 
@@ -385,7 +377,8 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        for request in requests_of(self._names, ids, params, num_choices, adapter=adapter, prompt_len=prompt_len):
+        length = len(ids) if prompt_len is None else prompt_len
+        for request in requests_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

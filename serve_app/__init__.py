@@ -1,8 +1,7 @@
 """What clients talk to: the command and the HTTP API.
 
 Workers of Ray import this first, with the current folder first on their path. From here on, imports of Callboard's
-packages find the ones next to this one.
-"""
+packages find the ones next to this one."""
 
 import os
 from importlib.machinery import SourceFileLoader

@@ -1,7 +1,6 @@
 """The Serve application: `serve run callboard.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
 
-No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
-"""
+No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time."""
 
 import logging
 from collections.abc import Sequence
@@ -17,17 +16,11 @@ from actors.ray.caller_router import router_config
 from actors.ray.deployments import with_version
 from actors.ray.directory import plain_error
 from actors.ray.machines import Machines, machines_now, wait_for_machine
-from actors.ray.placement import (
-    FRONT_CPUS,
-    SUPERVISOR_CPUS,
-    bundles,
-    default_fronts,
-    device_of,
-    has_room,
-)
+from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, device_of, has_room
 from actors.ray.private import deployment as serve_deployment
 from actors.ray.private import free_resources
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.inspection import check_model
 from serve_app.app_args import AppArgs

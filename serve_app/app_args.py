@@ -1,7 +1,6 @@
 """An application's arguments in Serve: all settings' fields, read from words or a YAML file.
 
-No `from __future__ import annotations` here: pydantic reads the types at run time.
-"""
+No `from __future__ import annotations` here: pydantic reads the types at run time."""
 
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints

@@ -1,8 +1,7 @@
 """The `callboard` command: its commands, and the sentences of their errors.
 
 Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate, and nothing at all
-before Ctrl-C is caught. Exit codes: 0 done, 1 it failed, 2 the command line is wrong.
-"""
+before Ctrl-C is caught. Exit codes: 0 done, 1 it failed, 2 the command line is wrong."""
 
 from __future__ import annotations
 

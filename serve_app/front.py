@@ -157,15 +157,7 @@ class Front(HandleCalls):
             watch = self._room.watch(service.model, group, described(model.bundles))
             in_background(asyncio.create_task(watch), "the wait for a machine")
         path = await asyncio.to_thread(resolve, config.model, config.revision)
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer,
-            path,
-            config.chat_template,
-            config.tool_call_parser,
-            config.channel_grammar,
-            config.plain_tool_calls,
-            config.special_tokens_in_contents,
-        )
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
         if service is self._models.first or not model.scaling.sleeps:
             await group.start()

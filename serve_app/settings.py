@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from runtime.base.config import EngineConfig, ModelInfo, check_settings, names_of, setting
+from runtime.base.config import EngineConfig, check_settings, names_of, setting
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from serve_app.durations import Duration
 

@@ -8,8 +8,7 @@
     loop_thread       the event loop's thread
     weight_sources    a weight update's parts from what a trainer has: tensors, objects, files, actors
 
-docs/rollouts.md has examples.
-"""
+docs/rollouts.md has examples."""
 
 from actors.client.client import RolloutClient
 from actors.client.rollout import Rollout

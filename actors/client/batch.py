@@ -1,8 +1,7 @@
 """Batch: one call's requests, a limited number in flight, and their results as they end.
 
 A batch runs on the client's event loop. The caller's iterator of prompts runs in a helper thread, because it may block.
-Each prompt is sent when it comes.
-"""
+Each prompt is sent when it comes."""
 
 from __future__ import annotations
 

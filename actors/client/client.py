@@ -1,8 +1,7 @@
 """RolloutClient: an application's engines for another job in the same Ray.
 
 The client is itself a front (actors/front): it opens a socket to each engine and sends token ids. An engine sends
-it one frame a step for all its streams. So tokens use neither HTTP nor Ray calls, and streams outlive engines (C8).
-"""
+it one frame a step for all its streams. So tokens use neither HTTP nor Ray calls, and streams outlive engines (C8)."""
 
 from __future__ import annotations
 
@@ -25,21 +24,11 @@ from actors.client.join import join_ray
 from actors.client.loop_thread import LoopThread
 from actors.client.rollout import Rollout
 from actors.client.weight_sources import Source, Transport, parts_of
-from actors.wire.weight_calls import (
-    A,
-    Discard,
-    Finish,
-    GetState,
-    Pause,
-    Receive,
-    Resume,
-    Start,
-    WeightCall,
-)
-from runtime.base.config import ModelInfo
+from actors.wire.weight_calls import A, Discard, Finish, GetState, Pause, Receive, Resume, Start, WeightCall
+from runtime.base.model_info import ModelInfo
 from runtime.base.plain_values import integer, integers, is_integer, text
 from runtime.base.reports import Experts, PromptScores, one_of
-from runtime.base.types import CallboardError, RequestOutput, SamplingParams
+from runtime.base.types import CallboardError, Request, RequestOutput, SamplingParams
 from runtime.core.requests import SEED_MASK, requests_of
 
 Prompt = Sequence[int]
@@ -219,6 +208,7 @@ class RolloutClient:
             names = ", ".join(map(repr, served)) or "none"
             raise CallboardError(f"The application has no adapter {adapter!r}; it has {names}.")
         digest = served[adapter].digest if adapter else ""
+        shared = Request("", [], 0, params, 0, priority, cache_salt, digest, min_weight_version=version)
         batch = secrets.token_hex(6)
         each_seed: Any = _derived_seeds(integer(seeds, "seeds")) if is_integer(seeds) else seeds
         given = _aligned(prompts, seeds=each_seed, prompt_lens=prompt_lens)
@@ -228,15 +218,11 @@ class RolloutClient:
                 names = (f"rollout-{batch}.{index}-{choice}" for choice in range(n))
                 prompt_params = params if seed is None else replace(params, seed=seed)
                 token_ids, error = _checked(prompt, info)
-                requests = requests_of(
-                    names, token_ids, prompt_params, n, priority=priority, cache_salt=cache_salt, adapter=digest
-                )
+                length = len(token_ids)
                 if prompt_len is not None and not error:
-                    length = integer(prompt_len, f"prompt_lens[{index}]", 1, len(token_ids))
-                    requests = [replace(request, prompt_len=length) for request in requests]
-                if version:
-                    requests = [replace(request, min_weight_version=version) for request in requests]
-                yield [Job(request, index, choice, error) for choice, request in enumerate(requests)]
+                    length = integer(prompt_len, f"prompt_lens[{index}]", 1, length)
+                request = replace(shared, token_ids=token_ids, prompt_len=length, params=prompt_params)
+                yield [Job(each, index, i, error) for i, each in enumerate(requests_of(request, names, n))]
 
         return jobs()
 

@@ -31,10 +31,7 @@ Transport = Literal["objects", "ipc"]  # a state dict travels by Ray's object st
 
 
 def parts_of(
-    source: Source,
-    transport: Transport,
-    method: str,
-    tensors: Iterable[tuple[str, str, Sequence[int]]] | None,
+    source: Source, transport: Transport, method: str, tensors: Iterable[tuple[str, str, Sequence[int]]] | None
 ) -> Iterator[SentPart]:
     """Yield an update's parts in order. Each needs its tensors only until the next is requested.
 

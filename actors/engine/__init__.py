@@ -13,5 +13,4 @@ cache_feed         sends prefix-cache changes to fronts
 sleep              sleep levels, and pauses
 weights            trainers' calls, and weight updates
 metrics            the engine's counts, and their sum with its fronts'
-autoscaling        the number of engines that an application needs
-"""
+autoscaling        the number of engines that an application needs"""

@@ -24,7 +24,8 @@ from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 
 _CHECK_S = 1.0  # seconds between checks of the runners, the steps and the draft
 _LOADING_S = 1.0  # seconds between progress reports to a front that waits for the model
@@ -36,13 +37,7 @@ class EngineActor:
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
     def __init__(
-        self,
-        config: EngineConfig,
-        group: PlacementGroup,
-        gpu: bool,
-        num_restarts: int,
-        model: str,
-        supervisor: int,
+        self, config: EngineConfig, group: PlacementGroup, gpu: bool, num_restarts: int, model: str, supervisor: int
     ) -> None:
         """`model` is the part of the name that the model's engines share, `supervisor` the supervisor's process id."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)

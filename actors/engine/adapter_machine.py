@@ -27,8 +27,7 @@ streams on any engine, or a request here uses it.
     unused             requests may have ended                    free the unwanted places
 
 Each Load carries the runners' generation, the number of their starts. A load counts only if its generation is
-still current. So the living runners have the adapter of every open place.
-"""
+still current. So the living runners have the adapter of every open place."""
 
 from __future__ import annotations
 

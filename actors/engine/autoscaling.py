@@ -1,8 +1,7 @@
 """The number of engines that an application needs: a policy over their load, and its shell for Serve.
 
 The policy is pure: it maps engine figures and a time to a number of engines. Serve pickles this module by value
-into its controller, which may lack our packages. So the module imports only the standard library.
-"""
+into its controller, which may lack our packages. So the module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class ScalingPolicy:
         upscale_delay_s: time of high load before engines start.
         downscale_delay_s: time of low load before engines end.
         idle_s: time without requests before the last engine ends, if `min_engines` is 0.
-        least_awake_s: time for which the first engine stays; Serve would start another one for its latest calls.
-        """
+        least_awake_s: time for which the first engine stays; Serve would start another one for its latest calls."""
         self._min, self._max = min_engines, max_engines
         self._upscale_delay_s, self._downscale_delay_s, self._idle_s = upscale_delay_s, downscale_delay_s, idle_s
         self._least_awake_s, self._awake_since = least_awake_s, math.inf  # infinite without an engine

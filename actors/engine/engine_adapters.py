@@ -1,8 +1,7 @@
 """One engine's adapters (LoRA): a thread and the runner calls around the pure `adapter_machine.py`.
 
 step thread      events -> AdapterMachine -> actions;  Restore and End are done here
-adapters thread  Read and Load, one after another;     each answer is an event for the step thread
-"""
+adapters thread  Read and Load, one after another;     each answer is an event for the step thread"""
 
 from __future__ import annotations
 

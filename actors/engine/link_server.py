@@ -5,8 +5,7 @@
     link-read       1 a front       reads the front's messages; answers its reports and heartbeats
     engine-step     1               writes all other messages
 
-The step thread never waits for a slow front: a full socket leaves a backlog, which the next frame's write continues.
-"""
+The step thread never waits for a slow front: a full socket leaves a backlog, which the next frame's write continues."""
 
 from __future__ import annotations
 
@@ -157,13 +156,10 @@ class LinkServer:
     """Accepts connections of fronts on this node and others.
 
     The reader threads call `deliver(connection, message)`, in order for each connection: Connected, then the front's
-    messages, then Disconnected. They also call `report(figures)`, and send its result to the front.
-    """
+    messages, then Disconnected. They also call `report(figures)`, and send its result to the front."""
 
     def __init__(
-        self,
-        deliver: Callable[[Connection, FromLink], None],
-        report: Callable[[MetricValues], Snapshot],
+        self, deliver: Callable[[Connection, FromLink], None], report: Callable[[MetricValues], Snapshot]
     ) -> None:
         self._deliver, self._report = deliver, report
         self._listener = Listener()

@@ -1,7 +1,6 @@
 """An engine's step loop: takes requests from the links, runs the steps of the EngineCore, and replaces lost runners.
 
-A plain class with a thread, without Ray. `actors/engine/actor.py` is its Ray shell.
-"""
+A plain class with a thread, without Ray. `actors/engine/actor.py` is its Ray shell."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ from actors.wire.link_messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
@@ -113,7 +113,7 @@ class EngineLoop:
         self._frames = self.requests.frames
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
-        own = self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call
+        own = config, self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call
         self.weights = EngineWeights(*own, self._send_status_to_all, lambda: self._sleep.level > 0, pause_file)
         self._limits = _wait_limits(config)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)

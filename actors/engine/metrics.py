@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
@@ -19,8 +20,7 @@ class EngineMetrics:
     """An engine's own figures, counted by its step thread, and the sum of its fronts' reports.
 
     Once a step, in this order: before_submit, submitted, before_collect, collected, emitted. A step gives one token to
-    each row. All rows with a token in the step before share one latency, so the cost is per step, not per token.
-    """
+    each row. All rows with a token in the step before share one latency, so the cost is per step, not per token."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, num_restarts: int) -> None:
         self._cache_config = {  # other projects' routers read the first two

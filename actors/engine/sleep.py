@@ -7,8 +7,7 @@
 
 A pause belongs to a caller until it begins. From then on it has a lease.
 
-Only the step thread uses this module.
-"""
+Only the step thread uses this module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The supervisor: keeps one engine actor alive from within the Serve replica that owns its placement group.
 
 The supervisor replaces a dead or frozen engine, and fronts find the new one in the directory. After three failed starts
-in a row it gives up: `failed` has the reason, and Serve replaces the whole replica.
-"""
+in a row it gives up: `failed` has the reason, and Serve replaces the whole replica."""
 
 from __future__ import annotations
 

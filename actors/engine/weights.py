@@ -48,6 +48,7 @@ from actors.wire.weight_calls import (
     WeightState,
 )
 from runtime.background import in_background
+from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion
 from runtime.core.engine import EngineCore
@@ -77,6 +78,7 @@ class EngineWeights:
 
     def __init__(
         self,
+        config: EngineConfig,
         core: EngineCore,
         requests: LiveRequests,
         meter: EngineMetrics,
@@ -92,7 +94,7 @@ class EngineWeights:
         `finish` collects the steps in flight and sends their tokens. `changed` reports a new version or pause to the
         fronts. `pause_file` exists while the engine is paused."""
         self._core, self._requests, self._meter, self._ranks = core, requests, meter, call_ranks
-        self._num_ranks = core.scheduler.config.tensor_parallel_size
+        self._num_ranks = config.tensor_parallel_size
         self._finish, self._call, self._changed = finish, call, changed
         self.version = core.scheduler.info.weights  # None without weight_updates
         self._stored = self.version  # that fresh runners would have
@@ -102,7 +104,7 @@ class EngineWeights:
         self._pool = ThreadPoolExecutor(4, "weights")
         self._storing: NoAnswer | None = None  # the last write to the store
         self._num_discards = 0  # discards that ranks have not ended: they would drop the next update's parts, too
-        self._default_lease_s = core.scheduler.config.trainer_timeout_s
+        self._default_lease_s = config.trainer_timeout_s
         self.pauses = EnginePauses(core, requests, finish, self._pause_lease, is_asleep, changed, pause_file)
 
     # ---- for other threads ------------------------------------------------------------------------------------------

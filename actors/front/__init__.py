@@ -7,5 +7,4 @@ parked             streams that wait for an engine, and their limits
 client_stream      a live request of this front; it outlives links and engines
 router             chooses an engine by prefix caches and load
 front_adapters     the application's adapters, and how to load and unload them
-weight_calls       calls about weights to all engines at once
-"""
+weight_calls       calls about weights to all engines at once"""

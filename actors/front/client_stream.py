@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Report
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams
 

@@ -2,8 +2,7 @@
 
 A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses. When its engine is
 lost, frozen or draining, it moves to another one with its received tokens, or waits for one. Noise by position makes
-the continuation the same (C4, C8). With one engine, prompts are not hashed and caches are not followed.
-"""
+the continuation the same (C4, C8). With one engine, prompts are not hashed and caches are not followed."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, Pause, WeightCall
 from runtime.background import in_background
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 

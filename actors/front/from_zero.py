@@ -13,7 +13,8 @@ from actors.front.parked import ParkedStreams
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import WaitLimits
 from runtime.background import in_background
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
 """An application's adapters (LoRA) as a front stores them; it has the engines load and unload them.
 
 The names follow the rules in `actors/wire/adapter_entry.py`. A front also sends each engine its streams' adapters
-(needs). The engine keeps or loads these until the streams have ended, so that each stream can move to it (C8).
-"""
+(needs). The engine keeps or loads these until the streams have ended, so that each stream can move to it (C8)."""
 
 from __future__ import annotations
 

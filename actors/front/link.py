@@ -2,8 +2,7 @@
 
 A link is usable from the engine's first Status on. It is lost when its connection ends, or when the engine answers no
 heartbeat. Its group (`engine_group.py`) then moves the streams: a stream holds everything that another engine needs to
-continue it (C8).
-"""
+continue it (C8)."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason, GrammarUpdate
 from runtime.features.grammar_store import GrammarSender, request_by_key
 

@@ -12,8 +12,7 @@ the engine for a session or a new prefix without messages, and a block that ever
 alone. Requests that this front has sent count until the engine's own figures include them.
 
 Colocated prompts, such as a reranker's, arrive many at a time with one common prefix, which no engine holds yet. They
-follow the first one while its engine can compute all its tokens in one step.
-"""
+follow the first one while its engine can compute all its tokens in one step."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.wire.link_messages import CacheUpdate
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_key
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]

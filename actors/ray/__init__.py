@@ -45,5 +45,4 @@ HAProxy 2.8. For another version, check each row, run tests/processes, and list 
                                             request; that the name of a router is no proof of its class
     callers.current_call                    the local variable request_metadata of Serve's frames below a method
     callers._dead                           the accessor of ray._private.state, and its record of a process
-    serve_app/processes                     titles of Ray's processes, and the folder and names of their logs
-"""
+    serve_app/processes                     titles of Ray's processes, and the folder and names of their logs"""

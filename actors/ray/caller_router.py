@@ -1,7 +1,6 @@
 """The fronts' request router, which runs in each process with a handle to the application.
 
-Serve sends this code to the caller, where Callboard may be absent. So the module imports Ray alone.
-"""
+Serve sends this code to the caller, where Callboard may be absent. So the module imports Ray alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The callers of a replica's handle: how a call was made, and whether its caller still lives.
 
-In Serve's default transport a replica learns neither: its stream goes on when the caller has died.
-"""
+In Serve's default transport a replica learns neither: its stream goes on when the caller has died."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A deployment's Serve options: its own version, and options that cannot work.
 
 Serve gives all deployments in an application one version, a hash of its `args`. So a change of any setting would
-replace all replicas. Here each deployment has its own version, made from the settings that it uses.
-"""
+replace all replicas. Here each deployment has its own version, made from the settings that it uses."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ cluster, so a front reads it only with a reason, and then once a second for a wh
     an announcement has been lost   no read for 30 s
 
 A name appears before its engine is ready, and `open_link` then waits for the engine itself. The list is unavailable
-while Ray's head node is away. Then no actor can start, and open links do not use Ray.
-"""
+while Ray's head node is away. Then no actor can start, and open links do not use Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from actors.ray.private import replicas_of
 from actors.wire.engine_client import Idleness, WeightsRefused
 from actors.wire.transport import Address
 from actors.wire.weight_calls import A, WeightCall
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 
 _LISTING_S = 1.0  # seconds between two reads of Ray's list while it may change

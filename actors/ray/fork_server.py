@@ -9,8 +9,7 @@ does.
 A raylet aborts if its agents have not written their ports to files after 15 s, and a busy machine needs longer to start
 them. So the command assigns the ports and writes these files itself, and the raylet does not wait.
 
-The command runs this file without any package, so the top of the file imports only the standard library.
-"""
+The command runs this file without any package, so the top of the file imports only the standard library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Actor names. Ray never reuses a dead actor's name, so each name is NAME#TIME, and only living ones count.
 
-Processes find engines by a list of names, so no other component keeps their number or owner.
-"""
+Processes find engines by a list of names, so no other component keeps their number or owner."""
 
 from __future__ import annotations
 

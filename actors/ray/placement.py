@@ -13,8 +13,7 @@ bundle: the actors of each bundle leave room for it.
 
 Ray shows each runner only its own GPU, by CUDA_VISIBLE_DEVICES, which no other code changes. So every rank's GPU is its
 device 0, and a rank never creates a context on another GPU. The driver opens a peer's memory although that GPU is not
-visible.
-"""
+visible."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Ray 2.56 to 2.60 work. A missing part costs one warning in the log. `_ADDED` sta
 
 Ray 2.55 and earlier lack `serve.ingress()` without an app, and 2.54 lacks HAProxy. So 2.56 is the oldest.
 
-`callboard serve` sets Ray's environment before it imports Ray. So its own modules import this one inside functions.
-"""
+`callboard serve` sets Ray's environment before it imports Ray. So its own modules import this one inside functions."""
 
 from __future__ import annotations
 

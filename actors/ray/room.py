@@ -1,8 +1,7 @@
 """Room for a model that wakes up: while Ray lacks its resources, idle engines of other models end.
 
 The least recently used model ends first, and busy ones are waited for. Ray's accounts decide: an engine's placement
-group reserves its processes' planned memory, or GPUs.
-"""
+group reserves its processes' planned memory, or GPUs."""
 
 from __future__ import annotations
 

@@ -6,5 +6,4 @@ runner_group       starts, checks and replaces the ranks and the draft
 step_channel       carries plans to ranks and results back
 plan_wire          encodes plans; each grammar crosses a connection once
 draft              a draft model as a Ray actor, and its connection
-weight_parts       parts of a weight update that cross processes
-"""
+weight_parts       parts of a weight update that cross processes"""

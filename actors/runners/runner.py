@@ -15,7 +15,8 @@ from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.runners.rank_weights import RankWeights
 from actors.runners.step_channel import serve_steps
 from actors.wire.transport import Address, connect
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
 from runtime.loading.resolve import resolve
 

@@ -30,7 +30,8 @@ from actors.runners.rank_weights import P, T
 from actors.runners.runner import ModelRunnerActor
 from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire.transport import FrameSocket, Listener
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.core.executor import Executor
 

@@ -15,8 +15,7 @@ its plans from the engine itself. Ranks other than 0 send only faults. The end o
 and the engine polls all sockets whenever it waits.
 
 All waiting is in the kernel. The engine never waits for one rank alone. A rank that does not read its plan may itself
-wait for a dead rank, or for the engine to read a result.
-"""
+wait for a dead rank, or for the engine to read a result."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Parts of a weight update that cross processes: tensors in Ray's object store, and tensors that an actor has.
 
 A client sends them through the engine to all ranks. Each rank turns them into parts (runtime/updates/parts.py), which
-its process can read. Tensors travel as numpy arrays, because Ray maps these into the reader's memory without a copy.
-"""
+its process can read. Tensors travel as numpy arrays, because Ray maps these into the reader's memory without a copy."""
 
 from __future__ import annotations
 

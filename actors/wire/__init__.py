@@ -6,5 +6,4 @@ weight_calls       the calls about an engine's weights, and their answers
 engine_client      the engines' interface for fronts, and its errors
 adapter_entry      adapter names and states
 metrics            all metric names, and values that can be added up
-process_meter      memory and CPU time of processes
-"""
+process_meter      memory and CPU time of processes"""

@@ -2,8 +2,7 @@
 
 Each front and each engine stores the newest entry of every name, so no process's end loses a name. A front that gets a
 request to load or unload an adapter sends the new entry to all engines, and engines send it to all their fronts. The
-highest version wins: a process that receives an older entry replies with its newer one.
-"""
+highest version wins: a process that receives an older entry replies with its newer one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import A, WeightCall
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, RequestOutput
 
 
@@ -106,8 +106,7 @@ class EngineClient(Protocol):
         """Yield new output until one has a finish reason. Closing the generator aborts the request.
 
         Outputs that queue while the consumer is busy arrive merged into one.
-        Raises EngineRefusal if the request is refused, and CallboardError if it fails otherwise.
-        """
+        Raises EngineRefusal if the request is refused, and CallboardError if it fails otherwise."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -7,8 +7,7 @@
 
 Only an engine's process holds its totals. So every front can return them, and the counts that a front has reported
 survive its end. A new engine begins at zero, like any exporter after a restart. Names, types and buckets are
-vLLM's where vLLM has the metric.
-"""
+vLLM's where vLLM has the metric."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from actors.wire.process_meter import CPU, MEMORY, ROLES
-from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_DRAFT_TOKENS
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)

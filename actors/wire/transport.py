@@ -6,8 +6,7 @@
 
 Every connection begins with its invitation's secret, which is compared before anything else is read. Nothing is
 unpickled from a socket. The byte stream runs over a Unix socket on one node (12 us a round trip, without spinning), and
-over TCP between nodes. This module's users define the frames' contents.
-"""
+over TCP between nodes. This module's users define the frames' contents."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import openai.types
 from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, GrammarSpec
 from runtime.child import Child, Overrun
 from runtime.output.channel_grammar import channel_grammar, channel_marks

@@ -11,7 +11,8 @@ from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
 from runtime.assembly.runner import build_runner
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
 from runtime.worker.sources import DummySource
 

@@ -41,7 +41,8 @@ from actors.ray.directory import RayDirectory  # noqa: E402
 from actors.ray.names import NAMESPACE, engines_of, new_name  # noqa: E402
 from actors.runners.step_channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.wire.transport import Address, connect  # noqa: E402
-from runtime.base.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
+from runtime.base.config import DEFAULT_MODEL, EngineConfig  # noqa: E402
+from runtime.base.model_info import ModelInfo  # noqa: E402
 from runtime.base.types import Request, SamplingParams  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402

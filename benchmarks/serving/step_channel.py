@@ -25,7 +25,8 @@ import numpy as np
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.assembly.engine import build_engine
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult

@@ -22,7 +22,8 @@ from benchmarks.simulate.foresight import Foresight
 from benchmarks.simulate.fronts import FRAME_S, Fronts, Oracle, Policy
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Conversation, Job
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad

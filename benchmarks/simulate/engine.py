@@ -23,7 +23,8 @@ from actors.front.router import Prompt
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.assembly.engine import extras_of
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepPlan, StepResult
@@ -104,7 +105,7 @@ class SimulatedEngine:
             config, info, [StepPacing(config.max_itl_ms, lambda: self.now), *extras_of(config, info)]
         )
         self._on_end, self.gaps, self._merge = on_end, gaps, merge
-        self._depth, self._late = config.pipeline_depth, config.late_planning
+        self._config, self._depth, self._late = config, config.pipeline_depth, config.late_planning
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time per step
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
@@ -120,7 +121,7 @@ class SimulatedEngine:
 
     def is_full(self, num_tokens: int) -> bool:
         """True if a prompt with `num_tokens` tokens is beyond the queue's limits (actors/engine/loop.py)."""
-        config, waiting = self.scheduler.config, self.scheduler.waiting
+        config, waiting = self._config, self.scheduler.waiting
         too_long = waiting.num_tokens + num_tokens > config.max_queued_tokens
         return len(waiting) >= config.max_queued_requests or (len(waiting) > 0 and too_long)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from actors.front.router import Prompt, Route, Router, RoutingPolicy
 from actors.wire.link_messages import CacheUpdate
 from benchmarks.simulate.engine import SimulatedEngine
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
 

@@ -22,17 +22,16 @@ def build_runner(
 ) -> ModelRunner:
     """A runner with all extras. A line can be left out: docs/architecture.md#optional-rooms. See ModelRunner for the
     arguments and the errors."""
-    outputs = [
-        PromptScorer.of,
-        Pooler.of,
-        *([ExpertRecorder.of] if config.routed_experts and not is_draft else []),
-    ]
     extras = RunnerExtras(
-        outputs=outputs,
+        outputs=[
+            PromptScorer.of,
+            Pooler.of,
+            *([ExpertRecorder.of] if config.routed_experts and not is_draft else []),
+        ],
         masks=GrammarState.of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
-        updates=RunnerUpdates.of,
+        updates=RunnerUpdates,
         row_lens=row_lens(config, is_draft),
     )
     return ModelRunner(config, source, shard, is_draft, extras)

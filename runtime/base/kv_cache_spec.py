@@ -10,17 +10,12 @@ Layers without attention have a fixed-size state for each request in place of ke
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 
 # EngineConfig.kv_cache_dtype, but for auto and none -> a group's (dtype, scale_dtype).
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # prompt tokens that a layer with a state computes at once, from a multiple of CHUNK on
-MOST_GROUPS = 8  # each has a table for every request
-_MOST_OF_SHAPES = 16  # most groups if layers have several shapes; Gemma 4 31B needs 11
-_MOST_PADDING = 1.1  # layer places in the pool, as a ratio to the layers
-_LEAST_GAIN = 0.9  # the longest request's memory with windows freed, as a ratio to the memory without
 RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
@@ -70,7 +65,7 @@ class KVGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateGroupSpec:
-    """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
+    """Layers that summarize a request in a state of fixed size (kernels/step/state_rows.py)."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
     channels: int  # convolution channels; their last inputs are kept
@@ -129,11 +124,6 @@ class KVCacheSpec:
         size = -(-largest // unit) * unit
         return tuple(size // group.row_bytes for group in self.groups)
 
-    @property
-    def has_windows(self) -> bool:
-        """True if a group frees blocks of a live request."""
-        return any(group.window is not None for group in self.groups)
-
     def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Return the most blocks that a request with `num_tokens` holds in all groups (KVGroupSpec.most_blocks)."""
         return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in self.groups)
@@ -164,60 +154,3 @@ class KVCacheSpec:
         """Return the number of the group that stores a layer's keys and values, and the layer's index in it."""
         layer = self.sources[layer] if self.sources else layer
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
-
-
-def window_groups(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide layers with one shape into groups of equal size, windowless groups first.
-
-    The parts have at most one window, and the longest request has `longest` tokens. A block has the largest group's
-    bytes, so smaller groups waste memory. The number of layers is the one with which the longest request needs
-    the least memory. If the windows save little, all layers stay in one group without a window."""
-    layers = tuple(sorted(layer for part in parts for layer in part.layers))
-    window = next((part.window for part in parts if part.window is not None), 0)
-    limited = tuple(layer for layer in layers if any(part.window and layer in part.layers for part in parts))
-    full = tuple(layer for layer in layers if layer not in limited)
-
-    def places(size: int) -> tuple[int, int]:
-        """Layers with places in the pool, without a window and with one."""
-        return -(-len(full) // size) * size, -(-len(limited) // size) * size
-
-    def tokens(size: int) -> int:
-        """Tokens of all layers that the longest request keeps."""
-        return places(size)[0] * longest + places(size)[1] * min(window, longest)
-
-    sizes = [
-        size
-        for size in range(1, len(layers) + 1)
-        if sum(places(size)) <= min(MOST_GROUPS * size, _MOST_PADDING * len(layers))
-    ]
-    best = min(sizes, key=lambda size: (tokens(size), -size), default=0)
-    one = replace(parts[0], layers=layers, window=None)
-    if not limited or not best or tokens(best) > _LEAST_GAIN * len(layers) * longest:
-        return (one,)
-    full_parts, limited_parts = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
-    without = [replace(one, layers=part) for part in full_parts]
-    return (*without, *(replace(one, layers=part, window=window) for part in limited_parts))
-
-
-def groups_of_shapes(parts: Sequence[KVGroupSpec], longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide groups' layers, which differ in shape or window, into groups with similar bytes.
-
-    As in `window_groups`, the longest request then needs the least memory."""
-    sizes = [part.bytes_per_token // len(part.layers) for part in parts]
-    kept = [min(part.window or longest, longest) for part in parts]
-
-    def numbers(size: int) -> list[int]:
-        """Groups of each part with at most `size` bytes a token."""
-        return [-(-len(part.layers) // (size // own)) for part, own in zip(parts, sizes, strict=True)]
-
-    def cost(size: int) -> tuple[int, int]:
-        return size * sum(number * tokens for number, tokens in zip(numbers(size), kept, strict=True)), -size
-
-    totals = {own * i for part, own in zip(parts, sizes, strict=True) for i in range(1, len(part.layers) + 1)}
-    candidates = [size for size in totals if size >= max(sizes) and sum(numbers(size)) <= _MOST_OF_SHAPES]
-    best = min(candidates, key=cost)
-    groups = []
-    for part, own in zip(parts, sizes, strict=True):
-        step, layers = best // own, part.layers
-        groups += [replace(part, layers=layers[i : i + step]) for i in range(0, len(layers), step)]
-    return tuple(groups)

@@ -37,6 +37,10 @@ class _Kind(msgspec.Struct, array_like=True):
         """Return the report for an output that is cut after `num_tokens` tokens."""
         return self
 
+    def in_plan(self, step: int, num_steps: int) -> Self:
+        """Return one step's report for its whole plan, which has all samples row after row."""
+        return self
+
     def by_token(self, num_tokens: int) -> Iterator[tuple[int, Self]]:
         """Yield its part of each token, with the token's index; -1 precedes all tokens."""
         yield num_tokens - 1, self
@@ -100,7 +104,19 @@ class Verified(_Kind, tag=4):
             yield min(self.at + self.num_accepted, num_tokens - 1), Verified(0, num_rejected, 0)
 
 
-Report = PromptScores | Vector | Experts | Verified
+class GrammarSamples(_Kind, tag=5):
+    """A step's samples under grammars, by index in its `token_ids`. Only the engine reads it."""
+
+    deferred: list[int] = []  # not sampled, because the matcher is not ready: plan their rows again
+    failures: dict[int, str] = {}  # why the grammar cannot continue
+    begun: tuple[int, int] = 0, 0  # outputs that began with a grammar, by its engine: lazy, eager
+
+    def in_plan(self, step: int, num_steps: int) -> GrammarSamples:
+        failures = {at * num_steps + step: why for at, why in self.failures.items()}
+        return GrammarSamples([at * num_steps + step for at in self.deferred], failures, self.begun)
+
+
+Report = PromptScores | Vector | Experts | Verified | GrammarSamples
 _R = TypeVar("_R", bound=_Kind)
 
 

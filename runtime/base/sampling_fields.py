@@ -71,6 +71,7 @@ class SamplingField:
     neutral: Any  # the value that changes nothing
     bounds: Bounds
     column: int | None  # column in a slot's row, with 32-bit entries
+    gguf: str  # name in a GGUF file's sampling metadata; empty if a model's files do not set it
 
     @property
     def code(self) -> str:
@@ -95,11 +96,12 @@ def sampling(
     above: float | None = None,
     neutral: Any = ...,
     column: int | None = None,
+    gguf: str = "",
 ) -> Any:
     """Return a dataclass field with its description.
 
     Values lie from `low`, or above `above`, to `high`. If `neutral` is not given, the default is neutral."""
-    description = (effect, default if neutral is ... else neutral, Bounds(low, high, above), column)
+    description = (effect, default if neutral is ... else neutral, Bounds(low, high, above), column, gguf)
     return field(default=default, metadata={"sampling": description})
 
 
@@ -129,6 +131,10 @@ class SamplingTable:
                 integer(value, f.name)
             if f.bounds != _UNBOUNDED and value is not None and not f.bounds.hold(value):
                 raise CallboardError(f"{f.name} is {value}; it must be {f.bounds}.")
+
+    def names(self, *effects: Effect) -> tuple[str, ...]:
+        """Return the names of the parameters with one of these effects."""
+        return tuple(f.name for f in self.fields if f.effect in effects)
 
     def has_effect(self, params: object, effects: Set[Effect]) -> bool:
         """Return True if a parameter with one of these effects is not neutral."""

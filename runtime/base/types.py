@@ -20,6 +20,7 @@ from runtime.base.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
 TOKEN_BYTES = 4  # a token's bytes in a message
+MAX_DRAFT_TOKENS = 8  # draft tokens a row
 NOT_FINITE = "The model gave logits that are not finite for this request."  # sent with FinishReason.ERROR
 
 
@@ -95,11 +96,12 @@ class SamplingParams:
     # 0 only with prompt_logprobs: the request scores its prompt and ends
     max_tokens: int = sampling(16, Effect.LENGTH, 0)
     # Below 1e-5 it is greedy, as with 0: logits divided by it would overflow.
-    temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0)
-    top_k: int = sampling(0, Effect.FILTER, 0, (1 << 31) - 1, column=3)
-    top_p: float = sampling(1.0, Effect.FILTER, 0.0, 1.0, column=4)  # 0 is greedy
-    min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5)
-    repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # prompt and output
+    temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0, gguf="temp")
+    top_k: int = sampling(0, Effect.FILTER, 0, (1 << 31) - 1, column=3, gguf="top_k")
+    top_p: float = sampling(1.0, Effect.FILTER, 0.0, 1.0, column=4, gguf="top_p")  # 0 is greedy
+    min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5, gguf="min_p")
+    # It counts prompt and output.
+    repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6, gguf="penalty_repeat")
     frequency_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=7)  # counts output
     presence_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=8)  # counts output
     logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
@@ -166,7 +168,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a front submits it. `requests.requests_of` makes it and resolves its seed.
+    """One request as a front submits it. `requests.requests_of` resolves its seed.
 
     `token_ids` holds the prompt. If a stream is resumed after an engine's death, the delivered output follows there.
     `prompt_len` marks where the output begins, so positions, penalties and limits are as in the first try (C8).

@@ -11,19 +11,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, StepOutput
 from runtime.core.executor import Executor
 from runtime.core.extra import Culprit, Extra
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
+from runtime.core.settings import Settings
 from runtime.core.stats import EngineStats
 
 
 class EngineCore:
     """One model replica's engine. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, extras: Sequence[Extra] = ()) -> None:
+    def __init__(self, config: Settings, info: ModelInfo, executor: Executor, extras: Sequence[Extra] = ()) -> None:
         self.depth = config.pipeline_depth
         self.scheduler = Scheduler(config, info, extras)
         self.extras = self.scheduler.extras

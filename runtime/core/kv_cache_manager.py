@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
 from runtime.base.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.base.model_info import ModelInfo
 from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash

@@ -83,8 +83,7 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     """The samples of one plan's rows, in the order of rows and positions, and reports."""
 
     step_id: int
-    # [num_sampled], -1 for a failed or deferred sample. With non-finite logits, or a grammar at a limit, the request
-    # alone fails (C9).
+    # [num_sampled], -1 for a failed or deferred sample. With non-finite logits the request alone fails (C9).
     token_ids: Int32s
     # Log-probabilities of m sampled tokens, of the rows that request them.
     logprob_rows: Int32s = EMPTY  # [m] index in token_ids
@@ -93,11 +92,7 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     # The `num_best` best first, for the row that requests the most; then the tokens requested by id.
     top_ids: Int32s = np.zeros((0, 0), np.int32)  # [m, n]
     top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
-    begun: tuple[int, int] = 0, 0  # outputs that began with a grammar, by its engine: lazy, eager
-    failures: dict[int, str] = {}  # why a grammar cannot continue, by index in token_ids
     num_best: int = 0
-    # Indices in token_ids that were not sampled, because the grammar's matcher is not ready: plan their rows again.
-    deferred: Int32s = EMPTY
     # For `logprob_rows`, under the distribution that each token was drawn from; [] if no row reports it.
     sampling_logprobs: Float32s = np.zeros(0, np.float32)
     # (number, report): the number of the row that it is about. A number below 0 leaves it to `Extra.on_result`.
@@ -118,8 +113,10 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
 def joined(results: list[StepResult]) -> StepResult:
     """Return a plan's result from its steps' results (`StepPlan.expanded`)."""
     token_ids = np.stack([result.token_ids for result in results], axis=1).reshape(-1)
-    deferred = [at * len(results) + step for step, result in enumerate(results) for at in result.deferred.tolist()]
-    return StepResult(results[0].step_id, token_ids, deferred=np.array(deferred, np.int32))
+    whole = StepResult(results[0].step_id, token_ids)
+    for step, result in enumerate(results):
+        whole.reports += [(number, report.in_plan(step, len(results))) for number, report in result.reports]
+    return whole
 
 
 def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import TOKEN_BYTES, CallboardError, Request
 
 NEVER = 1 << 62

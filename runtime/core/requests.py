@@ -7,38 +7,26 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
-from runtime.base.types import CallboardError, Request, SamplingParams
+from runtime.base.types import CallboardError, Request
 
 SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # bits in random seeds: every client reads such a number exactly, also JavaScript
 
 
-def requests_of(
-    names: Iterator[str],
-    token_ids: list[int],
-    params: SamplingParams,
-    num_choices: int = 1,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-    adapter: str = "",
-    prediction: tuple[int, ...] = (),
-    prompt_len: int | None = None,
-) -> list[Request]:
-    """Return a request for each choice of one prompt. Without a seed in `params` the seed is random.
+def requests_of(request: Request, names: Iterator[str], num_choices: int = 1) -> list[Request]:
+    """Return a request for each choice of a prompt, like `request` but with its own name and seed.
 
-    `prompt_len` marks where an output in `token_ids` begins, which `prompt_logprobs` scores. `max_tokens` are new
-    tokens here."""
-    if prompt_len is None:
-        prompt_len = len(token_ids)
-    elif not 1 <= prompt_len <= len(token_ids):
-        raise CallboardError(f"prompt_len is {prompt_len}; it must be between 1 and the {len(token_ids)} given tokens.")
-    elif params.max_tokens:
-        params = replace(params, max_tokens=params.max_tokens + len(token_ids) - prompt_len)
+    Without a seed in its parameters the seed is random. Tokens after its prompt are an output, which `prompt_logprobs`
+    scores; `max_tokens` are new tokens here."""
+    params, num_output = request.params, len(request.token_ids) - request.prompt_len
+    if num_output and not 1 <= request.prompt_len <= len(request.token_ids):
+        needed = f"between 1 and the {len(request.token_ids)} given tokens"
+        raise CallboardError(f"prompt_len is {request.prompt_len}; it must be {needed}.")
+    if num_output and params.max_tokens:
+        params = replace(params, max_tokens=params.max_tokens + num_output)
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
-    shared = priority, cache_salt, adapter, prediction
     return [
-        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *shared) for i in range(num_choices)
+        replace(request, request_id=next(names), params=params, seed=choice_seed(seed, i)) for i in range(num_choices)
     ]
 
 

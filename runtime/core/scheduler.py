@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Verified
 from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.extra import Culprit, Extra, Extras
@@ -36,6 +36,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.queues import SlotPool, WaitingQueue, shortest_prompt
 from runtime.core.request_state import RequestState, RequestStatus, checked_tokens
+from runtime.core.settings import Settings
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
@@ -44,22 +45,21 @@ from runtime.core.step import Step
 class Scheduler:
     """Plans steps and commits their results. Not thread-safe: only the step loop calls it."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, extras: Sequence[Extra] = ()) -> None:
-        self.config, self.info, self.extras = config, info, Extras(extras)
+    def __init__(self, config: Settings, info: ModelInfo, extras: Sequence[Extra] = ()) -> None:
+        self.info, self.extras, self._chunked = info, Extras(extras), config.chunked_prefill
         self.block_size = info.block_size
         has_states = info.kv_cache is not None and info.kv_cache.states is not None
-        self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
-        if has_states:  # their memory may allow fewer
-            self.max_num_seqs = min(self.max_num_seqs, info.max_num_seqs)
+        most = config.max_num_seqs or info.max_num_seqs
+        self.max_num_seqs = min(most, info.max_num_seqs) if has_states else most  # states' memory may allow fewer
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
-        max_chunk = self.budget if config.chunked_prefill else max(self.budget, info.max_model_len)
+        max_chunk = self.budget if self._chunked else max(self.budget, info.max_model_len)
         sizes, order = (info, config.prefix_cache, max_chunk), self.extras.eviction_order()
         self.kv_cache = (
             StateCacheManager(*sizes, self.max_num_seqs, order) if has_states else KVCacheManager(*sizes, order)
         )
         self.pool = self.kv_cache.pool
         self.max_len = min(info.max_model_len, self.kv_cache.max_tokens())
-        if not config.chunked_prefill:
+        if not self._chunked:
             self.budget = max(self.budget, self.max_len)
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # ordered by admission
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _add_prompt_row(self, state: RequestState, step: Step) -> None:
         count = self._row_tokens(state, step)
-        is_whole = count == state.num_total - state.num_computed or self.config.chunked_prefill
+        is_whole = count == state.num_total - state.num_computed or self._chunked
         if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
             step.add_row(state, count)
 
@@ -285,7 +285,7 @@ class Scheduler:
             return False
         hits = self.kv_cache.match_prefix(state)
         num_missing = len(state.tokens) - len(hits[0]) * self.block_size
-        if num_missing > step.prompt_budget and not self.config.chunked_prefill:
+        if num_missing > step.prompt_budget and not self._chunked:
             return False
         room, num_blocks = self.kv_cache.room_with(hits), self.kv_cache.most_blocks_for(len(state.tokens))
         if not self.extras.may_admit(state, room, self.running) or num_blocks > room:
@@ -307,13 +307,13 @@ class Scheduler:
     def _row_tokens(self, state: RequestState, step: Step) -> int:
         """Return the tokens of a prompt's next row."""
         count = min(step.prompt_budget, state.num_total - state.num_computed)
-        return self.kv_cache.row_tokens(state, count) if self.config.chunked_prefill else count
+        return self.kv_cache.row_tokens(state, count) if self._chunked else count
 
     def _limit_prompts(self, step: Step) -> None:
         """Bound the step's prompt tokens, so that rows that decode keep their pace.
 
         Called before the plan has a row of a prompt: one that ends in this step would look as if it decoded."""
-        if not step.num_prompts and self.config.chunked_prefill:
+        if not step.num_prompts and self._chunked:
             most = self.extras.max_prompt_tokens(self.running, self.waiting.num_tokens)
             step.max_prompt_tokens = None if most is None else max(most, self.kv_cache.least_row)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_DRAFT_TOKENS
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Experts
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.experts.moe_torch import Router

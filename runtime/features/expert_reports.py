@@ -6,7 +6,7 @@ first report for a position counts: the tokens after it were sampled with this c
 
 from __future__ import annotations
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Experts
 from runtime.base.types import CallboardError, FinishReason, StepOutput
 from runtime.core.extra import Extra

@@ -1,7 +1,7 @@
 """The output of one request with a grammar, and how its matcher is made while steps continue.
 
 A matcher takes microseconds if its grammar is ready, and up to some 30 ms if it is new. A new one is made on a thread.
-Until then, the output's row is computed but not sampled (StepResult.deferred), and other rows go on.
+Until then, the output's row is computed but not sampled (GrammarSamples.deferred), and other rows go on.
 """
 
 from __future__ import annotations

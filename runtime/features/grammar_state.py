@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
+from runtime.base.reports import GrammarSamples
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.core.plan import NewSlot, StepPlan, StepResult
@@ -61,16 +62,16 @@ class Masks:
     words: Int32s  # [n, num_words], as Matcher.fill has them
     failed: Int32s  # numbers of samples that are not drawn: the grammar cannot continue, or waits for its matcher
     rows: list[_Row]  # rows with drawn samples
-    tracked: (
-        Int32s  # [n, GUESSES + most guesses], rows for outputs on the device, as kernels/sampling/automata.py has them
-    )
+    # [n, GUESSES + most guesses], rows for outputs on the device, as kernels/sampling/automata.py has them
+    tracked: Int32s
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # new outputs with the lazy and the eager engine
     failures: dict[int, str]  # why requests failed (C9), by the number of the row's first sample
-    deferred: Int32s  # first sample numbers of rows that wait for a matcher
+    deferred: list[int]  # first sample numbers of rows that wait for a matcher
 
     def report(self, result: StepResult) -> None:
-        result.begun, result.failures, result.deferred = self.begun, self.failures, self.deferred
+        if self.deferred or self.failures or any(self.begun):
+            result.reports.append((-1, GrammarSamples(self.deferred, self.failures, self.begun)))
 
 
 class GrammarState:
@@ -189,7 +190,7 @@ class GrammarState:
             automata=self._automata,
             begun=_begun(new),
             failures={row.first: row.output.failure for row in rows if row.output.failed},
-            deferred=np.array([row.first for row in rows if row.waits], np.int32),
+            deferred=[row.first for row in rows if row.waits],
         )
 
     def _without_failed(self, rows: list[_Row]) -> list[_Row]:

@@ -6,7 +6,10 @@ fails alone if its grammar cannot continue.
 
 from __future__ import annotations
 
-from runtime.base.config import ModelInfo
+from collections.abc import Iterator
+
+from runtime.base.model_info import ModelInfo
+from runtime.base.reports import GrammarSamples, all_of
 from runtime.base.types import CallboardError, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
@@ -36,11 +39,18 @@ class Grammars(Extra):
             state.may_resample = True
 
     def on_result(self, step: Step, result: StepResult) -> None:
-        self._stats.structured_lazy += result.begun[0]
-        self._stats.structured_eager += result.begun[1]
+        for samples in _samples(result):
+            self._stats.structured_lazy += samples.begun[0]
+            self._stats.structured_eager += samples.begun[1]
 
     def without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
-        if at in result.deferred.tolist():
-            return FinishReason.NONE
-        state.failure = result.failures.get(at, "")
+        state.failure = ""
+        for samples in _samples(result):
+            if at in samples.deferred:
+                return FinishReason.NONE
+            state.failure = state.failure or samples.failures.get(at, "")
         return FinishReason.GRAMMAR if state.failure else FinishReason.ERROR
+
+
+def _samples(result: StepResult) -> Iterator[GrammarSamples]:
+    return all_of((report for _, report in result.reports), GrammarSamples)

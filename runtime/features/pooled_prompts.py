@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.pooling import required_pooling
 from runtime.base.reports import Vector
 from runtime.base.types import FinishReason, StepOutput

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.pooling import Pooling
 from runtime.base.reports import Vector
 from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens

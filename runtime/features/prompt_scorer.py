@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import PromptScores
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.sampling.logprobs import token_logprobs

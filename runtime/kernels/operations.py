@@ -40,10 +40,7 @@ from runtime.kernels.norm.rms_norm import (
     rms_norm_triton,
 )
 from runtime.kernels.operation import Operation
-from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
-from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
-from runtime.kernels.states.delta_rule import delta_rule_triton
-from runtime.kernels.states.delta_rule_torch import delta_rule_torch
+from runtime.kernels.states.operations import CAUSAL_CONV, DELTA_RULE, SHORT_CONV  # noqa: F401 - for OPERATIONS
 
 _T = torch.Tensor
 
@@ -64,9 +61,6 @@ LATENT_STORE = Operation(latent_store_torch, triton=latent_store_triton)
 LATENT_ATTENTION: Operation[[_T, _T, Any, Any, float], _T] = Operation(
     latent_attention_torch, exact=latent_attention_exact, triton=latent_attention_triton
 )
-CAUSAL_CONV = Operation(causal_conv_torch, triton=causal_conv_triton)
-SHORT_CONV = Operation(short_conv_torch, triton=short_conv_triton)
-DELTA_RULE = Operation(delta_rule_torch, triton=delta_rule_triton)
 ADD_ADAPTERS = Operation(add_adapters_torch, exact=add_adapters_exact, triton=add_adapters_triton)
 LOOKUP: Operation[[Any, _T, float], _T] = Operation(lookup_torch)
 ZEROS_LIKE = Operation(torch.zeros_like)

@@ -4,8 +4,7 @@ This module parses only headers, without torch. It refuses unsupported fields th
 ignores fields about training, and the list of maps: the tensors show the maps.
 
 A folder may come from a client, and this code runs in the engine's process. So sizes are bounded, and the folder's
-texts are not used as regular expressions.
-"""
+texts are not used as regular expressions."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ one of these forms, which match in time linear in the name:
     q_proj                              a name's last part
     layers.3.self_attn.q_proj           a name's last parts
     ^model.layers.3.self_attn.q_proj    a whole name
-    .*\\.3\\.self_attn\\..*               parts with any text between them; dots are escaped
-"""
+    .*\\.3\\.self_attn\\..*               parts with any text between them; dots are escaped"""
 
 from __future__ import annotations
 

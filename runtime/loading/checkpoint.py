@@ -1,8 +1,7 @@
 """Model weights from disk, one tensor at a time: a folder of safetensors files, or a GGUF file.
 
 Both are mapped into memory and read tensor by tensor, and pages are released after use. So loading needs only the
-model's memory and one tensor's source. Headers are checked before any other use of a file.
-"""
+model's memory and one tensor's source. Headers are checked before any other use of a file."""
 
 from __future__ import annotations
 

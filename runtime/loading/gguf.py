@@ -5,8 +5,7 @@ takes seconds for a model's vocabulary.
 
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
 offset ... | padding | tensor data. Every length in the file is checked against the remaining bytes before memory is
-allocated for it. So a corrupt or hostile file costs at most ten times its own size in memory.
-"""
+allocated for it. So a corrupt or hostile file costs at most ten times its own size in memory."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 GGUF has the same tensor names for all models (`_PARAMETERS`); Hugging Face's names are in the family's
 WeightMap. An architecture is one entry in `ARCHITECTURES`: its family and its config (`gguf_configs.py`). This module
 undoes the changes that llama.cpp's converter (convert_hf_to_gguf.py) makes to weights. One change remains, because
-quantized blocks cannot undo it: the order of Qwen3.5's value heads (`DeltaRuleSpec.tiled`).
-"""
+quantized blocks cannot undo it: the order of Qwen3.5's value heads (`DeltaRuleSpec.tiled`)."""
 
 from __future__ import annotations
 

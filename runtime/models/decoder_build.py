@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.layer_spec import MixerSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
@@ -30,6 +32,11 @@ from runtime.models.weight_map import WeightMap
 from runtime.models.weights import LoadProgress, ReadWeight, draw, read_from
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import TensorSource
+
+_WITH_STATES: dict[type[MixerSpec], Callable[[Any, LinearMaps, str], Mixer]] = {
+    DeltaRuleSpec: DeltaRuleMixer.build,
+    ShortConvSpec: ShortConvMixer.build,
+}
 
 
 def load_decoder(
@@ -157,10 +164,9 @@ class LayerBuilder:
         )
 
     def _mixer(self, spec: MixerSpec, prefix: str) -> Mixer:
-        if isinstance(spec, DeltaRuleSpec):
-            return DeltaRuleMixer.build(spec, self.maps, prefix)
-        if isinstance(spec, ShortConvSpec):
-            return ShortConvMixer.build(spec, self.maps, prefix)
+        if (build := _WITH_STATES.get(type(spec))) is not None:
+            return build(spec, self.maps, prefix)
+        assert isinstance(spec, AttentionSpec | LatentSpec)
         rope = self.ropes.index((spec.rope, spec.rope_dim))
         if isinstance(spec, LatentSpec):
             return LatentMixer.build(spec, self.maps, prefix, rope)

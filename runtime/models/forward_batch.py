@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.kernels.states.state_rows import StateRows
+from runtime.kernels.step.state_rows import StateRows
 
 
 class AttentionMetadata(Protocol):

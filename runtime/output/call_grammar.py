@@ -3,8 +3,7 @@
 forced          the prompt ends with a call's opening; the output continues it
 or JSON         the output is a JSON answer or calls
 at the start    a text without a mark that begins like a call is one
-after a mark    calls follow a mark, anywhere in the text
-"""
+after a mark    calls follow a mark, anywhere in the text"""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def with_calls(
     grammar = _CallGrammar(tools, form, special_marks, most_calls is None)
     if forced is not None:
         return grammar.forced(forced)
-    has_mark, no_text = grammar.can_follow_mark(thinks), grammar.bare_calls(thinks)
+    has_mark, no_text = grammar.can_follow_mark(), grammar.bare_calls(thinks)
     if answer is not None and not (has_mark and answer.spec.kind == "json"):
         why = "only JSON can be" if has_mark else "this model marks no calls as text"
         raise invalid(
@@ -127,7 +126,7 @@ class _CallGrammar:
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
-    def can_follow_mark(self, thinks: bool) -> bool:
+    def can_follow_mark(self) -> bool:
         """True if calls follow a mark that a grammar can find."""
         if (form := self.form).bare or not form.mark:
             return False

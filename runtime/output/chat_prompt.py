@@ -247,13 +247,7 @@ class ChatPrompter:
             opens = opens if form.may_open else ""
             grammar = replace(grammar, spec=replace(grammar.spec, after=close, special=special, opens=opens))
         return with_calls(
-            grammar,
-            options.offered_tools(),
-            form.tools,
-            form.forced,
-            form.most_calls,
-            special_marks,
-            form.thinks,
+            grammar, options.offered_tools(), form.tools, form.forced, form.most_calls, special_marks, form.thinks
         )
 
     def _channel_grammar(self, options: ChatOptions, form: MessageFormat) -> RequestedGrammar:

@@ -79,6 +79,12 @@ class Options(BaseModel):
         """Check rules between fields. Raises FieldError."""
 
 
+class OpenOptions(Options):
+    """A request's object in which unknown fields are left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 def _not_null(field: FieldInfo, value: Any) -> Any:
     return field.get_default(call_default_factory=True) if value is None else value
 

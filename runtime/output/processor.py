@@ -117,17 +117,7 @@ class OutputProcessor:
             stop_reason = output.stop_token_id
             if stream.stopped is not None:  # the held text has completed a stop string
                 finish, stop_reason = "stop", stream.stopped
-        delta = Delta(
-            self._index,
-            text,
-            token_ids,
-            ends,
-            logprobs,
-            finish,
-            output.num_cached,
-            stop_reason,
-            reports,
-        )
+        delta = Delta(self._index, text, token_ids, ends, logprobs, finish, output.num_cached, stop_reason, reports)
         if (parser := self._parser) is not None:
             delta.text, delta.reasoning, delta.calls = parser.push(text, finish is not None)
             delta.num_reasoning = parser.num_reasoning_tokens(ends, finish is not None)

@@ -1,7 +1,6 @@
 """The forms of structured output in requests, all translated to one `GrammarSpec`.
 
-Unknown fields are refused, over HTTP too, because they may be constraints.
-"""
+Unknown fields are refused, over HTTP too, because they may be constraints."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.output.fields import Options
+from runtime.output.fields import OpenOptions, Options
 from runtime.text.tool_calls.argument_form import ArgumentForm, can_write
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]  # parsers read up to 1,024 characters before arguments
@@ -22,9 +22,7 @@ class Function(Options):
     strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
 
 
-class Tool(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class Tool(OpenOptions):
     type: Literal["function"]
     function: Function
 
@@ -54,18 +52,14 @@ class InputFormat(Options):
         return self
 
 
-class Custom(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class Custom(OpenOptions):
     name: Name
     description: str | None = None
     format: InputFormat | None = None
 
 
-class CustomTool(Options):
+class CustomTool(OpenOptions):
     """A tool that takes a text. The model sees a function with one string, `input`."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["custom"]
     custom: Custom
@@ -117,32 +111,26 @@ def _kind_or_hosted(value: Any) -> str | None:
 
 _ERROR: Any = {"custom_error_type": "tool_kind", "custom_error_message": "it should be of the type function or custom"}
 KIND = Discriminator(_kind, **_ERROR)  # calls and choices
-KIND_OR_HOSTED = Discriminator(_kind_or_hosted, **_ERROR)  # tools
-AnyTool = Tool | CustomTool
-OfferedTool = Annotated[
-    Annotated[Tool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
+F = TypeVar("F")
+C = TypeVar("C")
+OrHosted = Annotated[
+    Annotated[F, Tag("<function>")] | Annotated[C, Tag("<custom>")] | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(_kind_or_hosted, **_ERROR),
 ]
+AnyTool = Tool | CustomTool
+OfferedTool = OrHosted[Tool, CustomTool]
 
 
-class ChosenFunction(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class ChosenFunction(OpenOptions):
     name: str
 
 
-class ChosenTool(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class ChosenTool(OpenOptions):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChosenCustomTool(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class ChosenCustomTool(OpenOptions):
     type: Literal["custom"]
     custom: ChosenFunction
 
@@ -154,18 +142,14 @@ class ChosenCustomTool(Options):
 AnyChosenTool = Annotated[Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")], KIND]
 
 
-class AllowedFunctions(Options):
+class AllowedFunctions(OpenOptions):
     """The tools in the prompt, and whether the model must call one."""
-
-    model_config = ConfigDict(extra="ignore")
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AnyChosenTool], Field(min_length=1, fail_fast=True)]
 
 
-class AllowedTools(Options):
-    model_config = ConfigDict(extra="ignore")
-
+class AllowedTools(OpenOptions):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 

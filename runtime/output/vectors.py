@@ -12,12 +12,6 @@ from runtime.base.pooling import Pooling
 from runtime.output.fields import invalid
 
 
-def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
-    """Raise FieldError if no vector has `dimensions` numbers."""
-    if dimensions is not None and dimensions < 1:
-        raise invalid("dimensions", f"is {dimensions}; it must be at least 1")
-
-
 def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None = None) -> NDArray[np.float32]:
     """Return the vector or its first `dimensions` numbers, with length 1 if the model's vectors have it.
 

@@ -5,8 +5,7 @@ a request counts with the blocks that it is expected to hold when it ends. If it
 estimate from answers like it (output_length.py), which is revised as its output grows.
 
 Many answers make up for one another; a few may all be long. So the new request must fit with half as much again. In a
-large cache that is little. Where three long answers fill the cache, it halves the preemptions.
-"""
+large cache that is little. Where three long answers fill the cache, it halves the preemptions."""
 
 from __future__ import annotations
 

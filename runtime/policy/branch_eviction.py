@@ -7,8 +7,7 @@ twice. Here these would be every history of three turns.)
 
 Children are released before their parents. So each queue's head is a leaf in the prefix tree of the queue's
 blocks. A branch block is evicted only if it is older than the other queue's head, so none of those is its
-child.
-"""
+child."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ Several requests may kill the runners only together. Each is cleared alone, and 
                    request that was lost so _MAX_RETURNS times in a row is at fault, and ends
                    at another time: half as many may run together
 
-So each further loss shrinks the group or brings a request closer to its end.
-"""
+So each further loss shrinks the group or brings a request closer to its end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Output of requests that lost their front or client, for a stream that continues one (C8).
 
 `Request.keeps_output` requests this, and `Request.resumes` takes the tokens up under the same id. The new stream
-continues after them as a stream that moves. Without kept tokens they are computed again, with equal bits.
-"""
+continues after them as a stream that moves. Without kept tokens they are computed again, with equal bits."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ decides little and a few outweigh it. An answer that is longer than expected cos
 begins far below a full context, so that a cold engine can fill its memory.
 
 Requests with other limits have other answers: an answer cut at 16 tokens does not predict chats that may fill the
-context. Each max_tokens class, a power of two wide, has its own counts, in which old answers fade.
-"""
+context. Each max_tokens class, a power of two wide, has its own counts, in which old answers fade."""
 
 from __future__ import annotations
 

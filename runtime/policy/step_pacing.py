@@ -1,8 +1,7 @@
 """Paces steps: the prompt tokens that share a step with decoding rows, and how late the next step may be planned.
 
 A step's expected time is that of a step which decodes the same rows, plus a time for each prompt token. Both
-are medians over recent steps, so that they follow the model and the device. A token's time depends on its context.
-"""
+are medians over recent steps, so that they follow the model and the device. A token's time depends on its context."""
 
 from __future__ import annotations
 

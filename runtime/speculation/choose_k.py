@@ -12,8 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from runtime.base.config import MAX_DRAFT_TOKENS
-from runtime.base.types import FinishReason
+from runtime.base.types import MAX_DRAFT_TOKENS, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus

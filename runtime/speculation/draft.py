@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.base.config import MAX_DRAFT_TOKENS, EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.sampling_fields import Effect
-from runtime.base.types import CallboardError, GrammarUpdate, Request
+from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError, GrammarUpdate, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS

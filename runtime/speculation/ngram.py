@@ -14,7 +14,7 @@ from operator import mul
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.core.request_state import RequestState
 from runtime.speculation.choose_k import Drafter
 

@@ -9,15 +9,13 @@ from typing import Any
 import msgspec
 
 from runtime.structured.notation import Notation
-from runtime.structured.pattern import GrammarError, escaped, literal_text, plain
+from runtime.structured.pattern import GrammarError, Name, Repeat, escaped, literal_text, plain
 from runtime.structured.readers.lark import in_json_string, read_lark
 from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
     SPACES,
     LarkGrammar,
-    Name,
-    Repeat,
     Rule,
     Shortest,
     Terminal,

@@ -10,8 +10,7 @@ A turn follows `<|start|>assistant` of its prompt. Every other message has this 
     final       <|channel|>final<|message|>TEXT<|return|>
 
 A call's recipient may also stand before its channel, and its type may be ` json`. A call that ends with `<|end|>` is
-followed by another one. A text never spells out a mark.
-"""
+followed by another one. A text never spells out a mark."""
 
 from __future__ import annotations
 
@@ -22,21 +21,8 @@ import msgspec
 
 from runtime.base.types import GrammarSpec
 from runtime.structured.calls import Calls, arguments_of
-from runtime.structured.pattern import GrammarError, literal_text
-from runtime.structured.rules import (
-    NOTHING,
-    SPACES,
-    Name,
-    Repeat,
-    Rule,
-    Special,
-    Wide,
-    choice,
-    mapped_rule,
-    sequence,
-    terminal,
-    text,
-)
+from runtime.structured.pattern import GrammarError, Name, Repeat, literal_text, mapped
+from runtime.structured.rules import NOTHING, SPACES, Rule, Special, Wide, choice, sequence, terminal, text
 from runtime.structured.schema.merge import TerminalChecks
 
 Place = Literal["header", "boundary", "analysis", "commentary", "final"]
@@ -139,7 +125,7 @@ class _Writer:
 def _renamed(rules: dict[str, Rule]) -> dict[str, Rule]:
     """Return rules with other names."""
     return {
-        _ANSWER + name: mapped_rule(rule, lambda r: Name(_ANSWER + r.of) if isinstance(r, Name) else r)
+        _ANSWER + name: mapped(rule, lambda r: Name(_ANSWER + r.name) if isinstance(r, Name) else r)
         for name, rule in rules.items()
     }
 

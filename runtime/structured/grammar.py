@@ -1,7 +1,6 @@
 """Compiles the grammar of a request into the form that the engines take, and applies every limit.
 
-`compiled` can take long and much memory for a hostile grammar, so it runs in a child process (compiler.py).
-"""
+`compiled` can take long and much memory for a hostile grammar, so it runs in a child process (compiler.py)."""
 
 from __future__ import annotations
 
@@ -17,20 +16,21 @@ from runtime.base.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured import calls, channels, rules, tags
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size
-from runtime.structured.readers.regex import whole
-from runtime.structured.rules import (
+from runtime.structured.pattern import (
+    MAX_STATES,
     Choice,
+    GrammarError,
     Name,
     Repeat,
-    Rule,
     Sequence,
-    Shortest,
-    Special,
-    Terminal,
-    sequence,
-    terminal,
+    literal,
+    literal_text,
+    mapped,
+    plain,
+    size,
 )
+from runtime.structured.readers.regex import whole
+from runtime.structured.rules import Rule, Shortest, Special, Terminal, sequence, terminal
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
@@ -85,9 +85,7 @@ def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, R
         unmarked = Repeat(Choice((terminal("(?s:.+)"), *others)), 0, None)
         marked = Sequence((unmarked, Special(mark_id), rules.SPACES, Name("rest")))
     structure = {
-        "rest" if name == "start" else name: rules.mapped_rule(
-            rule, lambda r: Name("rest") if r == Name("start") else r
-        )
+        "rest" if name == "start" else name: mapped(rule, lambda r: Name("rest") if r == Name("start") else r)
         for name, rule in written.items()
     }
     if spec.opens:
@@ -102,10 +100,7 @@ def _with_few_ids(written: dict[str, Rule]) -> dict[str, Rule]:
     if len(ids) >= MOST_SPECIAL:  # the engine needs a spare one
         raise GrammarError(f"has {len(ids)} special tokens; the limit is {MOST_SPECIAL - 1}")
     new = {i: Special(len(BYTES.tokens) + at) for at, i in enumerate(ids)}
-    return {
-        name: rules.mapped_rule(rule, lambda r: new[r.id] if isinstance(r, Special) else r)
-        for name, rule in written.items()
-    }
+    return {name: mapped(rule, lambda r: new[r.id] if isinstance(r, Special) else r) for name, rule in written.items()}
 
 
 def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None = None) -> dict[str, Rule]:
@@ -122,7 +117,7 @@ def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None 
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}
         case "choice":
-            options = Alternation(tuple(literal(text) for text in dict.fromkeys(json.loads(spec.text))))
+            options = Choice(tuple(literal(text) for text in dict.fromkeys(json.loads(spec.text))))
             if (states := size(options)) > MAX_STATES:
                 raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
             return {"start": terminal(plain(options))}

@@ -1,7 +1,6 @@
 """Rules for lists and objects within arguments that are written one by one, in the format's own notation.
 
-Gemma 4 writes `[<|"|>a<|"|>]` and `{b:1}`, without spaces.
-"""
+Gemma 4 writes `[<|"|>a<|"|>]` and `{b:1}`, without spaces."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.structured.rules import Name, Repeat, Rule, choice, sequence, terminal, text
+from runtime.structured.pattern import Name, Repeat
+from runtime.structured.rules import Rule, choice, sequence, terminal, text
 from runtime.structured.schema import numbers
 from runtime.text.tool_calls.argument_form import SAYS_NOTHING, ArgumentForm, can_stand_bare, is_closed
 

@@ -2,17 +2,17 @@
 
 A language has two spellings in an output: plain, or between the quotes of a JSON string. In a JSON string each
 character has exactly one form (`\\n` is an escape, `é` stands for itself), so lengths and patterns count characters.
-The written expressions use the Rust syntax that llguidance and outlines-core share.
-"""
+The written expressions use the Rust syntax that llguidance and outlines-core share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from json.encoder import encode_basestring
+from typing import Any, Generic, TypeVar
 
 from runtime.base.types import CallboardError
 
@@ -80,69 +80,85 @@ class CharacterClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Concatenation:
-    parts: tuple[Pattern, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Alternation:
-    parts: tuple[Pattern, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    part: Pattern
-    least: int
-    most: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Anchor:
     """`^` or `$`; no pattern outside the reader of regular expressions has one."""
 
     at_end: bool
 
 
+# ---- trees: patterns, and rules (rules.py), which have other leaves -------------------------------------------------
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """The rule with this name; only grammar patterns have one."""
+class Sequence(Generic[T_co]):
+    parts: tuple[T_co, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T_co]):
+    parts: tuple[T_co, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Generic[T_co]):
+    part: T_co
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The rule with this name; among patterns, only grammars have one."""
 
     name: str
 
 
-Pattern = CharacterClass | Concatenation | Alternation | Repetition | Anchor | Reference
-ANY_TEXT = Repetition(CharacterClass(ALL), 0, None)
+def parts_of(tree: T) -> tuple[T, ...]:
+    """Return the trees that a tree is made of; none for a leaf."""
+    node: Any = tree
+    return (node.part,) if isinstance(node, Repeat) else node.parts if isinstance(node, Sequence | Choice) else ()
 
 
-def literal(text: str) -> Concatenation:
+def mapped(tree: T, change: Callable[[T], T]) -> T:
+    """Return a tree with each leaf changed."""
+    node: Any = tree
+    match node:
+        case Sequence(parts) | Choice(parts):
+            node = type(node)(tuple(mapped(part, change) for part in parts))
+        case Repeat(part, least, most):
+            node = Repeat(mapped(part, change), least, most)
+        case leaf:
+            node = change(leaf)
+    result: T = node
+    return result
+
+
+def names_in(tree: Any) -> Iterator[str]:
+    """Yield the names of the rules that a tree refers to."""
+    if isinstance(tree, Name):
+        yield tree.name
+    for part in parts_of(tree):
+        yield from names_in(part)
+
+
+# ---- patterns --------------------------------------------------------------------------------------------------------
+
+Pattern = CharacterClass | Sequence["Pattern"] | Choice["Pattern"] | Repeat["Pattern"] | Anchor | Name
+ANY_TEXT = Repeat(CharacterClass(ALL), 0, None)
+
+
+def literal(text: str) -> Sequence:
     """Return the pattern of one text."""
-    return Concatenation(tuple(CharacterClass(ranges_of(c)) for c in text))
+    return Sequence(tuple(CharacterClass(ranges_of(c)) for c in text))
 
 
 def any_of(options: Iterable[Pattern]) -> Pattern:
     """Return the pattern of texts that match any option."""
     found = tuple(options)
-    return found[0] if len(found) == 1 else Alternation(found)
-
-
-def parts_of(pattern: Pattern) -> tuple[Pattern, ...]:
-    """Return the patterns that a pattern is made of; none for a leaf."""
-    match pattern:
-        case Concatenation(parts) | Alternation(parts):
-            return parts
-        case Repetition(part):
-            return (part,)
-    return ()
-
-
-def mapped(pattern: Pattern, change: Callable[[Pattern], Pattern]) -> Pattern:
-    """Return a pattern with each leaf changed: character classes, anchors and references."""
-    match pattern:
-        case Concatenation(parts) | Alternation(parts):
-            return type(pattern)(tuple(mapped(part, change) for part in parts))
-        case Repetition(part, least, most):
-            return Repetition(mapped(part, change), least, most)
-    return change(pattern)
+    return found[0] if len(found) == 1 else Choice(found)
 
 
 def size(pattern: Pattern) -> int:
@@ -150,9 +166,9 @@ def size(pattern: Pattern) -> int:
     match pattern:
         case CharacterClass():
             return 1
-        case Concatenation(parts) | Alternation(parts):
+        case Sequence(parts) | Choice(parts):
             return sum(map(size, parts)) + 1
-        case Repetition(part, least, most):
+        case Repeat(part, least, most):
             return size(part) * max(least if most is None else most, 1)
     return 0
 
@@ -184,11 +200,11 @@ def plain(pattern: Pattern) -> str:
     match pattern:
         case CharacterClass(these):
             return _class(these)
-        case Concatenation(parts):
+        case Sequence(parts):
             return "".join(map(plain, parts))
-        case Alternation(parts):
+        case Choice(parts):
             return "(?:" + "|".join(map(plain, parts)) + ")"
-        case Repetition(part, least, most):
+        case Repeat(part, least, most):
             inner = plain(part)
             return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
     raise AssertionError(pattern)
@@ -231,9 +247,9 @@ def _json_form(these: Ranges) -> Pattern:
         for form in (json.dumps(chr(code))[1:-1] for code in range(low, min(high, 0x5C) + 1)):
             ends[form[:-1]] = ends.get(form[:-1], "") + form[-1]
     ends.pop("", None)  # characters without an escape
-    options = [Concatenation((*literal(start).parts, CharacterClass(ranges_of(last)))) for start, last in ends.items()]
+    options = [Sequence((*literal(start).parts, CharacterClass(ranges_of(last)))) for start, last in ends.items()]
     plain_chars = CharacterClass(without(these, _ESCAPED))
-    return Alternation((*([plain_chars] * bool(plain_chars.ranges)), *options)) if ends else plain_chars
+    return Choice((*([plain_chars] * bool(plain_chars.ranges)), *options)) if ends else plain_chars
 
 
 @lru_cache(4096)

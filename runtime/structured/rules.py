@@ -1,17 +1,26 @@
 """Rules over terminals: the form between every reader and the two engines.
 
 `lark` writes rules for llguidance; they may recurse, and terminals may intersect. `expression` writes the same language
-as one regular expression for outlines-core, where there is one.
-"""
+as one regular expression for outlines-core, where there is one."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from runtime.structured.pattern import FIRST_OF_SPECIAL, GrammarError, literal_text, special_text
+from runtime.structured.pattern import (
+    FIRST_OF_SPECIAL,
+    Choice,
+    GrammarError,
+    Name,
+    Repeat,
+    Sequence,
+    literal_text,
+    names_in,
+    special_text,
+)
 
 MAX_RULES = 10_000  # rules in one grammar
 MAX_LARK_BYTES = 256 << 10  # size of a compiled grammar: its matcher is ready after some 30 ms
@@ -26,30 +35,6 @@ class Terminal:
 
     all_of: tuple[str, ...]
     none_of: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    parts: tuple[Rule, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    parts: tuple[Rule, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    part: Rule
-    least: int
-    most: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """The rule of this name."""
-
-    of: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +74,10 @@ class Wide:
     expression: str
 
 
-Rule = Terminal | Wide | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest | Special
-NOTHING = Sequence(())  # matches the empty text
-NEVER = Choice(())  # matches no text
+Leaf = Terminal | Wide | Name | JsonSchema | LarkGrammar | Shortest | Special
+Rule = Leaf | Sequence["Rule"] | Choice["Rule"] | Repeat["Rule"]
+NOTHING: Rule = Sequence(())  # matches the empty text
+NEVER: Rule = Choice(())  # matches no text
 
 
 def terminal(expression: str) -> Terminal:
@@ -149,16 +135,6 @@ def optional(part: Rule) -> Rule:
     return Choice((part, NOTHING))
 
 
-def mapped_rule(rule: Rule, change: Callable[[Rule], Rule]) -> Rule:
-    """Return a rule with each leaf changed."""
-    match rule:
-        case Sequence(parts) | Choice(parts):
-            return type(rule)(tuple(mapped_rule(part, change) for part in parts))
-        case Repeat(part, least, most):
-            return Repeat(mapped_rule(part, change), least, most)
-    return change(rule)
-
-
 def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return the rules that the start needs, without options that no text can complete. Raises GrammarError if none is
     left of the start."""
@@ -198,19 +174,8 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     while todo:
         if (name := todo.pop()) not in kept:
             kept[name] = prune(rules[name])
-            todo += _names(kept[name])
+            todo += names_in(kept[name])
     return kept
-
-
-def _names(rule: Rule) -> Iterable[str]:
-    match rule:
-        case Name(name):
-            yield name
-        case Repeat(part):
-            yield from _names(part)
-        case Sequence(parts) | Choice(parts):
-            for part in parts:
-                yield from _names(part)
 
 
 def leaves(rules: Mapping[str, Rule]) -> Iterator[Rule]:

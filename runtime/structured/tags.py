@@ -1,8 +1,7 @@
 """Structural tags: free text with regions that follow grammars, as XGrammar, vLLM and SGLang write them.
 
 Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in its own
-format, and the tag's `end`. Free text follows again.
-"""
+format, and the tag's `end`. Free text follows again."""
 
 from __future__ import annotations
 
@@ -12,9 +11,12 @@ from typing import Any
 import msgspec
 
 from runtime.structured.pattern import (
-    Concatenation,
+    Choice,
     GrammarError,
-    Reference,
+    Name,
+    Pattern,
+    Repeat,
+    Sequence,
     literal,
     literal_text,
     plain,
@@ -27,12 +29,8 @@ from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
     SPACES,
-    Choice,
     LarkGrammar,
-    Name,
-    Repeat,
     Rule,
-    Sequence,
     Shortest,
     Terminal,
     choice,
@@ -122,7 +120,8 @@ def grammar_rules(source: str, end: str = "", prefix: str = "") -> dict[str, Rul
     if "::=" not in source:
         rule = LarkGrammar(read_lark(source))
         return {f"{prefix}start": Sequence((rule, text(end))) if end else rule}
-    grammar = {**read_ebnf(source), "": Concatenation((Reference(START), literal(end)))}
+    whole_text: Pattern = Sequence((Name(START), literal(end)))
+    grammar = {**read_ebnf(source), "": whole_text}
     return context_free.rules_of(grammar, "" if end else START, prefix)
 
 
@@ -240,7 +239,7 @@ class _Writer:
                 options.append(Sequence((*region, NOTHING if form.stop_after_first else after)))
         some_trigger = "|".join(map(literal_text, form.triggers))
         free = Terminal((_ANY,), (f"{_ANY}(?:{some_trigger}){_ANY}",))
-        self.rules[after.of] = Choice((free, *options))
+        self.rules[after.name] = Choice((free, *options))
         if not form.at_least_one:
             return after
         first = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(form.tags, rests, strict=True))

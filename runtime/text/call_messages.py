@@ -45,10 +45,7 @@ def with_named_ids(messages: _Messages) -> list[Mapping[str, Any]]:
         if calls := message.get("tool_calls"):
             new = [f"functions.{call['function']['name']}:{i}" for i, call in enumerate(calls, len(ids))]
             ids |= zip((call.get("id", own) for call, own in zip(calls, new, strict=True)), new, strict=True)
-            message = {
-                **message,
-                "tool_calls": [{**call, "id": own} for call, own in zip(calls, new, strict=True)],
-            }
+            message = {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, new, strict=True)]}
         elif (result := message.get("tool_call_id")) in ids:
             message = {**message, "tool_call_id": ids[result]}
         named.append(message)

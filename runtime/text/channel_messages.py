@@ -1,8 +1,7 @@
 """Messages as templates with channels read them: one call a message, and reasoning as `thinking`.
 
 gpt-oss's template keeps the reasoning before a call until a final answer follows, and drops it then. It shows a system
-message at the head alone, and leaves out all others.
-"""
+message at the head alone, and leaves out all others."""
 
 from __future__ import annotations
 

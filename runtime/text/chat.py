@@ -1,8 +1,7 @@
 """Chat templates: a model's own Jinja program that turns messages into its prompt.
 
 `transformers`' chat_template_utils.py is the de facto specification of what a template sees. A
-template's output shows the model's formats, so `tool_format` and `thinks` are derived from it.
-"""
+template's output shows the model's formats, so `tool_format` and `thinks` are derived from it."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError
 from runtime.child import ChildPool, Overrun
 from runtime.text import reasoning, sandbox
@@ -20,12 +20,7 @@ from runtime.text.channel_messages import channel_messages, described
 from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
-from runtime.text.tool_calls.generic import (
-    with_tools,
-    with_tools_as_text,
-    with_tools_of_system,
-    with_written_calls,
-)
+from runtime.text.tool_calls.generic import with_tools, with_tools_as_text, with_tools_of_system, with_written_calls
 from runtime.text.tool_calls.harmony import HARMONY, START
 from runtime.text.tool_responses import with_tool_responses
 
@@ -210,29 +205,15 @@ class ChatTemplate:
         return _run(sandbox.render, source, self._special_tokens, {**values, **absent}, MAX_SECONDS, MAX_PROMPT_CHARS)
 
 
-def load_tokenizer(
-    path: Path,
-    template_file: str | None = None,
-    tool_call_parser: str = "auto",
-    channel_grammar: bool = True,
-    plain_tool_calls: bool = True,
-    special_tokens_in_contents: bool = False,
-) -> Tokenizer:
-    """Load the tokenizer of a model folder or a .gguf file.
-
-    Args:
-    template_file: holds the chat template; None for the model's own.
-    tool_call_parser: the name of the call format; auto for the template's format.
-    channel_grammar: a grammar keeps chats to their format if the model has channels.
-    plain_tool_calls: calls that a model writes as JSON without its marks are calls.
-    special_tokens_in_contents: clients' texts may become special tokens.
+def load_tokenizer(path: Path, config: EngineConfig | None = None) -> Tokenizer:
+    """Load the tokenizer of a model folder or a .gguf file, with the settings for texts; None for the defaults.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
-    tokenizer = Tokenizer.load(path)
-    tokenizer.tool_call_parser, tokenizer.channel_grammar = tool_call_parser, channel_grammar
-    tokenizer.plain_tool_calls = plain_tool_calls
-    tokenizer.special_tokens_in_contents = special_tokens_in_contents
-    if template_file is not None:
+    tokenizer, config = Tokenizer.load(path), config or EngineConfig()
+    tokenizer.tool_call_parser, tokenizer.channel_grammar = config.tool_call_parser, config.channel_grammar
+    tokenizer.plain_tool_calls = config.plain_tool_calls
+    tokenizer.special_tokens_in_contents = config.special_tokens_in_contents
+    if (template_file := config.chat_template) is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None
         except (OSError, UnicodeDecodeError) as e:

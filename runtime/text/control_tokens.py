@@ -3,8 +3,7 @@
 A rendered prompt does not show which of its marks are the template's. So before the template runs, a character that the
 conversation lacks, the seam, splits each text that spells a mark. Marks without a seam are the template's own. They get
 other names, the seams are removed, and such prompts' encoder has only these names. To its model, normalizer and
-pre-tokenizer all other text is plain. Most conversations do not spell a mark.
-"""
+pre-tokenizer all other text is plain. Most conversations do not spell a mark."""
 
 from __future__ import annotations
 

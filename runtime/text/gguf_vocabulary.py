@@ -6,8 +6,7 @@
     "gemma4"               sentencepiece's BPE     with merges in the file
     "t5"                   sentencepiece's unigram
 
-Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp).
-"""
+Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp)."""
 
 from __future__ import annotations
 
@@ -251,15 +250,7 @@ def _sentencepiece_bpe(
     unknown = vocabulary.tokens[_unknown_id(file, vocabulary)]
     merges = _stored_merges(file) if are_stored else _merges(file, vocabulary)
     backend = tokenizers.Tokenizer(
-        _made(
-            file,
-            models.BPE,
-            vocabulary.ids,
-            merges,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        _made(file, models.BPE, vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     _mark_spaces(backend, file.value("tokenizer.ggml.add_space_prefix", bool, True), [])
     return backend

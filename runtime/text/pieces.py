@@ -10,8 +10,7 @@ encoding has added. So a text is the concatenated bytes of its tokens, with a ru
 
 One deviation is deliberate. If a run of byte tokens is not valid UTF-8, ByteFallback replaces every byte in it by
 U+FFFD, also within whole characters. Here whole characters remain, as in other decoders. So a stream can send
-each character when it is complete.
-"""
+each character when it is complete."""
 
 from __future__ import annotations
 

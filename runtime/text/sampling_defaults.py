@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.base.config import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING
+from runtime.base.sampling_fields import table_of
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.loading.folder import read_json
 from runtime.loading.gguf import GgufFile
 
 # Fields in generation_config.json, and in a GGUF file's metadata below general.sampling.
-_FIELDS = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
+_FIELDS = {f.name: f.gguf for f in table_of(SamplingParams).fields if f.gguf}
 RECOMMENDED = "recommended for the default model"
 
 

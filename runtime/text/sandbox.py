@@ -2,8 +2,7 @@
 
 A template comes with the weights and is untrusted. The sandbox isolates it from the rest of the process. The process's
 limits (child.py) bound its memory and time. It is interrupted after `max_seconds` of CPU time, and the process is
-killed if the interrupt has no effect.
-"""
+killed if the interrupt has no effect."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Sent text cannot be withdrawn, so two kinds of text wait: the bytes of an incomplete character, and the longest tail
 that may begin a stop string. A token's cost depends only on its own length. Bytes go through an incremental UTF-8
 decoder, and characters through an Aho-Corasick automaton (CACM 18(6), 1975) over all stop strings. The
-automaton's state is the tail that waits.
-"""
+automaton's state is the tail that waits."""
 
 from __future__ import annotations
 

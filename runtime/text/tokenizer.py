@@ -2,8 +2,7 @@
 
 The `tokenizers` package does the work. Two parts are our own: reading a vocabulary from a GGUF file
 (gguf_vocabulary.py), and the exact bytes of each token (pieces.py). Incremental detokenization, logprobs and grammars
-use these bytes.
-"""
+use these bytes."""
 
 from __future__ import annotations
 
@@ -110,9 +109,8 @@ class Tokenizer:
         Tokens that share a character begin at it. A token without text begins where the previous one ends."""
         starts, end = [], 0
         for start, stop in _encoded(self._backend.encode_batch, text, add_special_tokens).offsets:
-            starts.append(
-                min(start, end) if stop > start else end
-            )  # some offsets omit a space that belongs to the token
+            # some offsets omit a space that belongs to the token
+            starts.append(min(start, end) if stop > start else end)
             end = max(stop, end)
         return starts
 

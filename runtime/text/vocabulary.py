@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime.base.config import ModelInfo
+    from runtime.base.model_info import ModelInfo
     from runtime.text.tokenizer import Tokenizer
 
 

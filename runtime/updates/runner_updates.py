@@ -76,11 +76,6 @@ class RunnerUpdates:
         self._ipc: IpcReceiver | None = None
         self._nccl: NcclReceiver | None = None
 
-    @classmethod
-    def of(cls, parts: UpdateParts) -> RunnerUpdates:
-        """For a runner with `weight_updates`."""
-        return cls(parts)
-
     def open(
         self, decoder: Decoder, max_model_len: int, room: int, changing: Callable[[], None], changed: WeightsChanged
     ) -> None:

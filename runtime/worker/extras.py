@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model_info import ModelInfo
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import NewSlot, StepPlan, StepResult
@@ -73,20 +74,24 @@ class StepWork:
     reports: list[ReportWriter] = field(default_factory=list)
 
 
-class StepExtra(Protocol):
-    """An output other than tokens. It keeps state for the slots of requests that want it."""
-
-    def describe(self, info: ModelInfo) -> ModelInfo:
-        """`info` with the requests that the model serves by this extra."""
+class SlotKeeper(Protocol):
+    """Keeps facts about the requests in slots."""
 
     def reset(self) -> None:
         """Forget all requests."""
 
-    def add(self, new: NewSlot) -> None:
+    def add(self, new: NewSlot) -> object:
         """A request enters its slot."""
 
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
+
+
+class StepExtra(SlotKeeper, Protocol):
+    """An output other than tokens. It keeps state for the slots of requests that want it."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the requests that the model serves by this extra."""
 
     def needs(self, plan: StepPlan) -> Needs:
         """The hidden states that it needs from this step."""
@@ -124,17 +129,8 @@ class TokenMasks(Protocol):
         """Write into the result which requests began, failed or must be planned again."""
 
 
-class MaskSource(Protocol):
+class MaskSource(SlotKeeper, Protocol):
     """Follows outputs token by token and makes the masks of each step."""
-
-    def reset(self) -> None:
-        """Forget all requests."""
-
-    def add(self, new: NewSlot) -> None:
-        """A request enters its slot."""
-
-    def remove(self, slot: int) -> None:
-        """A request leaves its slot."""
 
     def masks(self, plan: StepPlan) -> TokenMasks | None:
         """The masks for the plan's samples; None if all may be any token."""

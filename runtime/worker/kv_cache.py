@@ -8,7 +8,7 @@ import torch
 
 from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.kernels.attention.stored_kv import KVLayer
-from runtime.kernels.states.state_rows import ConvState, DeltaState
+from runtime.kernels.step.state_rows import ConvState, DeltaState
 from runtime.worker.state_cache import StateCache
 
 

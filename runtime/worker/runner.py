@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import ALONE, Shard
 from runtime.base.types import CallboardError
 from runtime.base.weight_version import WeightVersion

@@ -16,7 +16,6 @@ from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.drawn_logprobs import drawn_logprobs
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.sample import (
-    MIN_P,
     NUM_PARAMS,
     PENALISED_FROM,
     PROMPT_LEN,
@@ -24,8 +23,9 @@ from runtime.kernels.sampling.sample import (
     SEED_LOW,
     TEMPERATURE,
     TOP_K,
-    TOP_P,
+    filters_of,
 )
+from runtime.kernels.sampling.top_k_top_p import Filters
 from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits
@@ -208,20 +208,16 @@ class SlotSampling:
                 found.index_copy_(0, index, values)
         return found
 
-    def _draw_params(
-        self, slots: Int32s, filters: bool
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, int]:
+    def _draw_params(self, slots: Int32s, filters: bool) -> tuple[torch.Tensor, Filters | None, int]:
         """The last arguments of `drawn_logprobs` for rows in these slots."""
-        columns = self.rows[slots]
-        temperatures, top_p, min_p = self.upload(
-            *(columns[:, column].view(np.float32) for column in (TEMPERATURE, TOP_P, MIN_P))
-        ).view(3, -1)
+        params = self.upload(self.rows[slots])
+        temperatures = params.view(torch.float32)[:, TEMPERATURE]
         if not filters:
             return temperatures, None, 0
-        top_k = columns[:, TOP_K]
+        top_k = self.rows[slots, TOP_K]
         is_bounded = (top_k > 0) | ~self.filtered[slots]  # a row with top-p alone needs all logits in order
         most = int(top_k.max()) if is_bounded.all() else 0
-        return temperatures, (self.upload(top_k.copy()), top_p, min_p), most
+        return temperatures, filters_of(params), most
 
     def _scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
         """The ids in logprob_token_ids [n, one row's most], filled up with zeros; None if no row has any."""

@@ -15,7 +15,7 @@ import math
 import torch
 
 from runtime.base.kv_cache_spec import RING, StateGroupSpec
-from runtime.kernels.states.state_rows import ConvState, DeltaState
+from runtime.kernels.step.state_rows import ConvState, DeltaState
 
 
 class StateCache:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.models.decoder import Decoder
-from runtime.worker.extras import MaskSource, ReportWriter, StepExtra
+from runtime.worker.extras import MaskSource, ReportWriter, SlotKeeper, StepExtra
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.slot_sampling import SlotSampling
 
@@ -51,8 +51,7 @@ class Steps(ABC):
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step. The returned function waits for its result; on a CPU it computes the step."""
 
-    def _keepers(self) -> list[SlotSampling | StepExtra | MaskSource]:
-        """Everything that keeps something for a slot."""
+    def _keepers(self) -> list[SlotKeeper]:
         return [self.sampler, *self.extras, *(() if self.masks is None else (self.masks,))]
 
     def _begin_forward(self, plan: StepPlan) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import numpy as np
 
+from runtime.base.sampling_fields import Effect, table_of
 from runtime.base.types import Grammar, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan
 from runtime.worker.memory import MemoryPlan
@@ -22,11 +24,10 @@ _PROMPT_LENS = (1, 8, 32, 300, _LONG)  # mixtures have other tiles for each leng
 _CPU_PROMPT_LENS = (1, 32)
 # A grammar that cannot be served. Its output fails after its masks have passed through all mask kernels.
 _FAILING = Grammar("", "", "")
+_FILTERS: dict[str, Any] = dict.fromkeys(table_of(SamplingParams).names(Effect.FILTER), 0.5) | {"top_k": 2}
 _EVERYTHING = SamplingParams(
+    **_FILTERS,
     temperature=1.0,
-    top_k=2,
-    top_p=0.9,
-    min_p=0.1,
     repetition_penalty=1.1,
     logprobs=1,
     sampling_logprobs=True,

@@ -48,8 +48,7 @@ class LoadPlan:
 def bench(client: Client, plan: LoadPlan, output: Path | None, plot: Path | None) -> int:
     """Run all levels, print the report and write the files; returns 1 if a request failed.
 
-    After Ctrl-C it reports the answers that are complete, and raises KeyboardInterrupt.
-    """
+    After Ctrl-C it reports the answers that are complete, and raises KeyboardInterrupt."""
     if plot is not None:
         _check_matplotlib()
     for path in filter(None, (output, plot)):

@@ -1,7 +1,6 @@
 """A client for OpenAI-compatible servers that records when each stream event arrives.
 
-One process reads all streams, so the client parses HTTP/1.1 itself and decodes only the event fields it needs.
-"""
+One process reads all streams, so the client parses HTTP/1.1 itself and decodes only the event fields it needs."""
 
 from __future__ import annotations
 
@@ -221,8 +220,7 @@ class Client:
     ) -> None:  # fmt: skip
         """`fields` are added to each request, without them it is greedy; a field of None is left out.
 
-        Raises CallboardError if the server does not answer and `model` is None.
-        """
+        Raises CallboardError if the server does not answer and `model` is None."""
         self.url = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

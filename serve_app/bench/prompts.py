@@ -37,8 +37,7 @@ class RandomPrompts:
 def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator) -> tuple[RandomPrompts, bool]:
     """Prompts with `length` tokens after `shared` common ones, and whether a tokenizer has counted them.
 
-    `count` returns a text's tokens, or None without a tokenizer: then a word is taken for a token.
-    """
+    `count` returns a text's tokens, or None without a tokenizer: then a word is taken for a token."""
     words = single_tokens(WORDS, count)
     is_counted = len(words) >= _FEWEST
     if not is_counted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +53,26 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise CallboardError(f"--config {path} cannot be read: {reason}") from e
-    found = _read_toml(path, text) if path.endswith(".toml") else _read_yaml(path, text)
+    read, fault, form = _toml() if path.endswith(".toml") else _yaml()
+    try:
+        found = read(text)
+    except fault as e:
+        raise CallboardError(f"--config {path} is not {form}: {' '.join(str(e).split())}") from e
     if not isinstance(found, dict | None):
         raise CallboardError(f"--config {path} must hold a flag's name and its value in each line")
     return found or {}
 
 
-def _read_toml(path: str, text: str) -> Any:
+def _toml() -> tuple[Callable[[str], Any], type[Exception], str]:
     import tomllib
 
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise CallboardError(f"--config {path} is not TOML: {e}") from e
+    return tomllib.loads, tomllib.TOMLDecodeError, "TOML"
 
 
-def _read_yaml(path: str, text: str) -> Any:
+def _yaml() -> tuple[Callable[[str], Any], type[Exception], str]:
     import yaml
 
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise CallboardError(f"--config {path} is not YAML: {' '.join(str(e).split())}") from e
+    return yaml.safe_load, yaml.YAMLError, "YAML"
 
 
 def _words(path: str, name: str, value: Any, action: argparse.Action) -> list[str]:

@@ -115,20 +115,33 @@ def port(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
-    return value
+def above_zero(what: str, most: float) -> Callable[[str], float]:
+    """Return a reader of numbers above 0."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number of {what} above 0")
+        return value
+
+    return read
+
+
+positive, seconds = at_least(1), above_zero("seconds", threading.TIMEOUT_MAX)
 
 
 def whole_or_auto(text: str) -> int | None:

@@ -8,9 +8,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from serve_app.command_line.flags import add_client_key, client_key, positive, seconds
+from serve_app.command_line.flags import above_zero, add_client_key, at_least, client_key, positive, seconds
 
 _CONCURRENCY = 4
+_rate, _count = above_zero("requests per second", 1e6), at_least(0)
 _SECONDS = 30.0  # default without a number of requests and seconds
 
 
@@ -65,22 +66,6 @@ def run(args: argparse.Namespace) -> int:
     )
     client = Client(args.url, plan.fields, chat=plan.chat, model=args.model, api_key=client_key(args))
     return bench(client, plan, args.output, args.plot)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of requests per second above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
-    return int(text)
 
 
 def _fields(text: str) -> dict[str, Any]:

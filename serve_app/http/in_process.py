@@ -12,14 +12,7 @@ async def _never() -> Message:
 
 
 async def post(
-    app: ASGIApp,
-    path: str,
-    body: bytes,
-    send: Send,
-    *,
-    owner: str = "",
-    request_id: str = "",
-    leaves: Receive = _never,
+    app: ASGIApp, path: str, body: bytes, send: Send, *, owner: str = "", request_id: str = "", leaves: Receive = _never
 ) -> None:
     """Send a body of JSON to a route; its answer goes to `send`. `leaves` returns when the client does."""
     scope = {

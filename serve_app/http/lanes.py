@@ -1,8 +1,7 @@
 """Threads for requests' long CPU work, and for work that waits for a child process.
 
 A computing thread takes Python's lock from the event loop for some milliseconds at a time, so each lane has few
-threads. Owners of waiting work take turns, so one client's requests do not delay other clients.
-"""
+threads. Owners of waiting work take turns, so one client's requests do not delay other clients."""
 
 from __future__ import annotations
 

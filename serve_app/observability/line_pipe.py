@@ -2,8 +2,7 @@
 
 A front is a Ray process, without a terminal, and may be killed. So it writes each line at once to a named pipe,
 which the command's own process reads. A line of up to PIPE_BUF bytes reaches the pipe whole or not at all. A front
-never waits for room: it drops a line instead, and reports how many it has dropped.
-"""
+never waits for room: it drops a line instead, and reports how many it has dropped."""
 
 from __future__ import annotations
 

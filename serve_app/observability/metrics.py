@@ -1,8 +1,7 @@
 """A front's request figures, and how they reach GET /metrics, the request log, spans and Ray's metrics.
 
 A front reads the clock when a request arrives, at its first token and at its end, never per token. Times that cross
-processes are wall-clock seconds.
-"""
+processes are wall-clock seconds."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 They have vLLM's names: vllm_..., which Ray exports as ray_vllm_.... The dashboard joins them with Serve's request
 counter by worker, so fronts publish them. Each front publishes its own requests; one front publishes the engines' own
-figures too.
-"""
+figures too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The line of one request: sizes and times, ignored fields, and why it was refused.
 
-It never holds a prompt or an answer. docs/operations.md explains each field.
-"""
+It never holds a prompt or an answer. docs/operations.md explains each field."""
 
 from __future__ import annotations
 

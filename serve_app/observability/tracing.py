@@ -4,8 +4,7 @@
       queue, prefill, decode     one of each a choice, by the engine's own times
 
 Imported only with otlp_traces_endpoint, which needs the extra `otel`. Attributes follow OpenTelemetry's conventions for
-generative AI: gen_ai.*.
-"""
+generative AI: gen_ai.*."""
 
 from __future__ import annotations
 

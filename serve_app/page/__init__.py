@@ -3,8 +3,7 @@
 `vendor` holds unchanged libraries (vendor/LICENSES.txt): markdown-it and Temml render a model's output to markup, and
 DOMPurify sanitizes it. The browser enforces that no other code makes markup.
 
-The routes work without an engine and without a key, so the page can show a start's phase and a field for the key.
-"""
+The routes work without an engine and without a key, so the page can show a start's phase and a field for the key."""
 
 from __future__ import annotations
 

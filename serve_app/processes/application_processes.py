@@ -2,8 +2,7 @@
 
 The listener on the application's port leads to its Ray, and titles lead to its processes, all through /proc. Before
 each signal the process is checked again: it must belong to this user and that Ray session, and be Callboard's
-actor.
-"""
+actor."""
 
 from __future__ import annotations
 

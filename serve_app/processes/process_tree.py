@@ -2,8 +2,7 @@
 
 Ray starts a dozen processes, replaces signal handlers, writes to stderr and may end its process. Therefore the
 command's own process does not use Ray. It forks, forwards signals as orders to stop, reports the child's end, and
-kills the remaining processes.
-"""
+kills the remaining processes."""
 
 from __future__ import annotations
 

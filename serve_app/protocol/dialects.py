@@ -1,8 +1,7 @@
 """Each API's limits and words.
 
 All APIs' requests are checked as chats or completions, and errors name a chat's fields. A dialect has the limits that
-an API documents, and its own names for these fields.
-"""
+an API documents, and its own names for these fields."""
 
 from __future__ import annotations
 
@@ -13,6 +12,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from runtime.base.sampling_fields import Effect, table_of
+from runtime.base.types import SamplingParams
 from serve_app.protocol.field_names import FieldNames
 
 _CONTEXT = "This model's maximum context length is {limit} tokens, but {where} has {prompt} tokens{parts}"
@@ -46,15 +47,8 @@ def _of_route(route: str, *fields: str) -> dict[str, str]:
 
 _CHAT = "/v1/chat/completions"
 LLAMA_CPP_ROUTES = (
-    "/completion",
-    "/completions",
-    "/infill",
-    "/props",
-    "/slots",
-    "/apply-template",
-    "/embedding",
-    "/embeddings",
-)
+    "/completion", "/completions", "/infill", "/props", "/slots", "/apply-template", "/embedding", "/embeddings",
+)  # fmt: skip
 _UP_TO_128 = re.compile("[a-zA-Z0-9_-]{1,128}")
 _SCHEMA = "response_format.json_schema.schema"
 _SCORES = "logprobs", "prompt_logprobs", "return_token_ids", "routed_experts"
@@ -64,7 +58,8 @@ def _formats(native: str, schema: str) -> dict[str, str]:
     return {"response_format": native, _SCHEMA: schema, "response_format.schema": schema}
 
 
-_SAMPLING = "seed", "stop", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"
+DRAWING = table_of(SamplingParams).names(Effect.DRAW, Effect.FILTER)
+_SAMPLING = "seed", "stop", *DRAWING, "presence_penalty", "frequency_penalty"
 _OLLAMA_PATHS: Sequence[tuple[str, str]] = (
     (rf"^({'|'.join(_SAMPLING)})\b", r"options.\1"),
     (r"^max_tokens\b", "options.num_predict"),

@@ -20,21 +20,14 @@ _MAX_MESSAGE_CHARS = 1000
 NO_THREADS = "thread_unsupported_request"  # Anthropic's SDK reads it
 UNKNOWN_CODING = "unsupported_content_encoding"
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # others follow from the first digit
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
+_COMMON_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ANTHROPIC_TYPES = _COMMON_TYPES | {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
-_LLAMA_CPP_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    503: "unavailable_error",
-}
+_LLAMA_CPP_TYPES = _COMMON_TYPES | {503: "unavailable_error"}
 # Internal error details that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")

@@ -2,8 +2,7 @@
 
 The header `X-Callboard-Event-Ids: true` requests them. An id names the answer and its seeds, so the same request with
 `Last-Event-ID` gives the same tokens (C4). The stream then has one token in each delta. So its events depend on the
-tokens alone, not on their arrival, and an id needs only the event counts before it.
-"""
+tokens alone, not on their arrival, and an id needs only the event counts before it."""
 
 from __future__ import annotations
 

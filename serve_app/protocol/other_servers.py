@@ -1,8 +1,7 @@
 """Other servers' unsupported fields: OpenAI, vLLM, SGLang, TGI, llama.cpp, Ollama and their front ends.
 
 A field that would change the answer is refused, unless its value has no effect. All other fields are ignored, and a
-header in the answer names them. Fields for less context, a style or an effort are ignored, too, and offers of tools.
-"""
+header in the answer names them. Fields for less context, a style or an effort are ignored, too, and offers of tools."""
 
 from __future__ import annotations
 

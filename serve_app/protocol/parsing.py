@@ -1,8 +1,7 @@
 """Requests from their JSON bytes.
 
 Parsing holds Python's lock and so delays all streams in a process. Therefore the number of values is checked before
-parsing, and long token id lists are parsed a piece at a time.
-"""
+parsing, and long token id lists are parsed a piece at a time."""
 
 from __future__ import annotations
 

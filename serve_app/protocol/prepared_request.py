@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
@@ -81,9 +81,8 @@ class Prompts:
     prediction: tuple[int, ...] = ()  # the output that the client expects
     ignored_fields: tuple[str, ...] = ()  # fields without an effect on this model
     echoes: list[Echo] = field(default_factory=list)  # each prompt's echo; empty without echo
-    lengths: list[int] = field(
-        default_factory=list
-    )  # lengths of prompts alone, before their outputs; empty without outputs
+    # lengths of prompts alone, before their outputs; empty without outputs
+    lengths: list[int] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 

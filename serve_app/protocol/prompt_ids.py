@@ -2,8 +2,7 @@
 
 Encoding takes microseconds and a hundred bytes for each character, so a text far beyond the context is not encoded to
 its end. The number of characters does not bound tokens, since normalisers and special tokens absorb any number. So the
-start of a long text is encoded, then twice as much, until it has too many tokens.
-"""
+start of a long text is encoded, then twice as much, until it has too many tokens."""
 
 from __future__ import annotations
 

@@ -72,7 +72,17 @@ def _not_too_many(value: Any) -> Any:
 _LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
 
 
-class SamplingFields(OpenRequestModel, OutputOptions):
+class DrawFields(RequestModel):
+    """The numbers that have one name and one meaning in all APIs."""
+
+    temperature: Annotated[float, _limits("temperature")] | None = None
+    top_p: Annotated[float, _limits("top_p")] | None = None
+    min_p: Annotated[float, _limits("min_p")] | None = None
+    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
+
+
+class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
@@ -81,19 +91,14 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     computes: ClassVar[bool] = True  # False for a request that is answered without an engine
 
     model: str | None = None
-    temperature: Annotated[float, _limits("temperature")] | None = None
-    top_p: Annotated[float, _limits("top_p")] | None = None
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: _Seed | None = None  # one for all prompts, or one for each
-    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
-    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
     logit_bias: _LogitBias | None = None
     user: str | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
-    min_p: Annotated[float, _limits("min_p")] | None = None
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     samplers: _Samplers | None = None  # llama.cpp's: the filters that count, in this server's order
@@ -109,9 +114,8 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
-        None  # kept from the end; -1 keeps what fits
-    )
+    # kept from the end; -1 keeps what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
     sampling_logprobs: bool = False  # adds the distribution that tokens are drawn from to the model's own
     routed_experts: bool = False  # needs --routed-experts
@@ -196,13 +200,9 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             "max_tokens": max_tokens,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": self._bias,
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
-            "logprob_token_ids": tuple(self.logprob_token_ids or ()),
             "seed": None if seed is None else seed & SEED_MASK,
             "logprobs": self.num_logprobs(),
             "prompt_logprobs": self.num_prompt_logprobs(),
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         }
         for names, off in _OFF.items():
             if self.samplers is not None and not any(name in self.samplers for name in names):
@@ -218,7 +218,6 @@ def check_last_n(field: str, last: object) -> None:
 
 def _token_id_key(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
-        raise invalid(
-            f"logit_bias.{key}", "is not a token id; keys are numbers such as 50256"
-        )  # 050256 would be another spelling
+        # 050256 would be another spelling
+        raise invalid(f"logit_bias.{key}", "is not a token id; keys are numbers such as 50256")
     return int(key)

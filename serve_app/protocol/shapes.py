@@ -10,21 +10,21 @@ from urllib.parse import quote
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from runtime.output.fields import Options, invalid, shown
+from runtime.output.fields import OpenOptions, invalid, shown
 from runtime.output.tools import HostedTool
 from serve_app.protocol.other_servers import UnsupportedField
 
 _T = TypeVar("_T")
+_L = TypeVar("_L")
 
 _MAX_IGNORED = 32  # names of unknown fields to report
 MAX_VALUES = 20_000  # values in a JSON that is parsed at once: pydantic takes up to 3 us for each
 
 
-class RequestModel(Options):
+class RequestModel(OpenOptions):
     """An object of a request; unknown fields are left out."""
 
     token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or several
-    model_config = ConfigDict(extra="ignore")
 
 
 class OpenRequestModel(RequestModel):
@@ -32,6 +32,7 @@ class OpenRequestModel(RequestModel):
 
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[dict[str, UnsupportedField]] = {}
+    within: ClassVar[str] = ""  # begins the fields' paths
 
     def ignored_fields(self) -> list[str]:
         """Return the first names of fields without an effect, safe for a header."""
@@ -43,7 +44,7 @@ class OpenRequestModel(RequestModel):
         for name, value in (self.model_extra or {}).items():
             if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
-                raise invalid(name, f"{problem}; {refused.instead}")
+                raise invalid(self.within + name, f"{problem}; {refused.instead}")
         super().check()
 
 
@@ -94,6 +95,9 @@ def type_of(value: Any, default: str | None = None) -> Any:
     """Return the `type` of an object, which may be a dict or a checked model."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return default if kind is None else kind
+
+
+TextOrList = Annotated[_T, Tag("<text>")] | Annotated[_L, Tag("<list>")]  # see text_or_list_of
 
 
 def text_or_list_of(what: str) -> Any:

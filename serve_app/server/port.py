@@ -2,8 +2,7 @@
 
 For a while two sockets listen on the port, this one and HAProxy's. A kernel filter gives all connections to this one
 until a front exists, then to HAProxy's, so clients see no refusal and no reset. This socket closes before the server
-may stop, since the kernel would give it all connections after HAProxy's end.
-"""
+may stop, since the kernel would give it all connections after HAProxy's end."""
 
 from __future__ import annotations
 

@@ -65,10 +65,7 @@ class Generation:
     async def _generate(
         self, prepared: PreparedRequest[Any], context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with (
-            UntilClientLeaves(receive, send) as send,
-            aclosing(self._models.run(prepared, context)) as deltas,
-        ):
+        async with UntilClientLeaves(receive, send) as send, aclosing(self._models.run(prepared, context)) as deltas:
             if prepared.request.stream:
                 await self._stream(prepared, deltas, send)
             else:

@@ -1,8 +1,7 @@
 """The front without HTTP: API requests to engine requests, and the engine's tokens to text.
 
 Service is a plain class over an EngineClient, so tests run it without Ray. An API request becomes a `PreparedRequest`,
-and its run yields lists of `Delta`.
-"""
+and its run yields lists of `Delta`."""
 
 from __future__ import annotations
 
@@ -235,6 +234,9 @@ class Service:
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         if request.routed_experts and model.info.routed_experts is None:
             raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
+        if (version := request.min_weight_version) is not None and model.info.weights is None:
+            text = "is only allowed where weights may change; leave it out, or start the server with"
+            raise invalid("min_weight_version", f"{text} --weight-updates")
         answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
@@ -246,26 +248,21 @@ class Service:
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
                 check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
-                check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
-                check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
-                check_token_ids("stop_token_ids", params.stop_token_ids, model)
-            requests += requests_of(
-                names,
+                for name in ("allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
+                    check_token_ids(name, getattr(params, name), model)
+            one = Request(
+                "",
                 prompt,
+                prompts.lengths[index] if prompts.lengths else len(prompt),
                 params,
-                request.n or 1,
                 priority=request.priority,
                 cache_salt=request.cache_salt or "",
                 adapter=model.adapter,
                 prediction=prompts.prediction,
-                prompt_len=prompts.lengths[index] if prompts.lengths else None,
+                min_weight_version="" if version is None else str(version),
             )
+            requests += requests_of(one, names, request.n or 1)
         stops = StopStrings(params.stop) if params.stop else None
-        if (version := request.min_weight_version) is not None:
-            if model.info.weights is None:
-                text = "is only allowed where weights may change; leave it out, or start the server with"
-                raise invalid("min_weight_version", f"{text} --weight-updates")
-            requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
         if (keep_s := request.keep_s() if self.sleep.is_allowed else None) is not None:
             ignored.remove("keep_alive")

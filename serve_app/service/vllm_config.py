@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.base.config import NGRAM, EngineConfig, ModelInfo
+from runtime.base.config import NGRAM, EngineConfig
+from runtime.base.model_info import ModelInfo
 
 
 def vllm_config(

@@ -1,8 +1,7 @@
 """`callboard chaos`: conversations with a running application while its processes are killed one after another.
 
 Two twins have the same conversation with the same seeds, so a lost, doubled or changed token makes them differ. Each
-answer's number of tokens is known too.
-"""
+answer's number of tokens is known too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`callboard doctor`: a check of this machine, with fixes for each fault.
 
 All facts come from the system. torch, which is slow to import and which serve_app does not import, runs in another
-process.
-"""
+process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Starts agent programs with the variables, flags or temporary files that name a server and its model.
 
-Values that a program receives at its start come before its own configuration, which stays unchanged.
-"""
+Values that a program receives at its start come before its own configuration, which stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A client that records token ids with their times, and counts lost connections.
 
 After a lost connection the client sends the prompt again with all received tokens. Noise depends on the position (C4),
-so the answer continues as before, and each token arrives once.
-"""
+so the answer continues as before, and each token arrives once."""
 
 from __future__ import annotations
 

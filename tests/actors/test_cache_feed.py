@@ -10,7 +10,8 @@ from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import decode_from_engine, encode
 from runtime.assembly.engine import build_engine
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, SamplingParams
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.features.adapter_table import AdapterTable

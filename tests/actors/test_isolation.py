@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.plan import decode_plan
 from runtime.policy.isolation import MAX_LOSSES, Isolation

@@ -24,7 +24,7 @@ from actors.wire.link_messages import (
     encode,
 )
 from actors.wire.metrics import MetricValues
-from runtime.base.types import FinishReason, Grammar, SamplingParams
+from runtime.base.types import FinishReason, Grammar, Request, SamplingParams
 from runtime.core.requests import requests_of
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import Engine, eventually, link_to, only_link, read, request
@@ -144,7 +144,7 @@ async def test_a_request_that_cannot_be_read_is_refused(engine, caplog, monkeypa
 async def test_no_prompt_is_shared_after_an_unread_request(engine):
     replica = replica_of(engine)
     with replica.sock:
-        first, second, third = requests_of(iter("abc"), [1, 2, 3], SamplingParams(ignore_eos=True), 3)
+        first, second, third = requests_of(Request("", [1, 2, 3], 3, SamplingParams(ignore_eos=True)), iter("abc"), 3)
         prompts = SharedPrompts()
         for number, each in enumerate((request(0), replace(first, priority=1.5), second), 1):
             message = Submit(number, each, resumed=False)
@@ -290,8 +290,9 @@ async def test_choices_send_their_prompt_once(engine, monkeypatch):
     submitted, add = [], engine.loop.core.add
     monkeypatch.setattr(engine.loop.core, "add", lambda req, owner: (submitted.append(req), add(req, owner))[1])
     prompt, params = [1, 2, 3] * 100, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
-    choices = requests_of(map(str, range(4)), prompt, params, 4, prediction=tuple(prompt))
-    (other,) = requests_of(iter("o"), list(prompt), params)
+    asked = Request("", prompt, len(prompt), params, prediction=tuple(prompt))
+    choices = requests_of(asked, map(str, range(4)), 4)
+    (other,) = requests_of(replace(asked, token_ids=list(prompt), prediction=()), iter("o"))
     answers = await asyncio.gather(*(read(group, choice) for choice in (*choices, other)))
     assert [tokens for tokens, _, _ in answers] == [sequential(choice, 512)[0] for choice in (*choices, other)]
     assert {id(request.token_ids) for request in submitted[:4]} == {id(submitted[0].token_ids)}

@@ -9,7 +9,7 @@ import pytest
 
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import CacheUpdate
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.policy.engine_load import EngineLoad
 
 INFO = ModelInfo("f", 320, 512, (0,), 100, 4, "none", "none")

@@ -15,7 +15,8 @@ from actors.runners import runner_group
 from actors.runners.runner_group import RunnerGroup
 from actors.runners.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from tests.support.engine.executor_group import Runner, expected, failing, plan_of, same
 

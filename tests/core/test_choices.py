@@ -58,10 +58,10 @@ def test_choices_share_prompt_blocks_from_the_first_step(depth: int):
 
 def test_a_new_request_is_complete():
     names = iter("abcdef")
-    first, second = requests_of(names, [1, 2], SamplingParams(seed=7), 2)
+    first, second = requests_of(Request("", [1, 2], 2, SamplingParams(seed=7)), names, 2)
     assert (first.seed, first.prompt_len) == (7, 2)
     assert second.seed not in (0, 7)
-    (one,), (other,) = (requests_of(names, [1], SamplingParams()) for _ in range(2))
+    (one,), (other,) = (requests_of(Request("", [1], 1, SamplingParams()), names) for _ in range(2))
     assert one.seed != other.seed  # without a seed, each is given one
     with pytest.raises(FrozenInstanceError):
         one.seed = 3

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.base.reports import GrammarSamples
 from runtime.base.types import Grammar
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
@@ -37,7 +38,8 @@ class Deferring:
                 self.tokens[slot] |= dict.fromkeys(range(end - samples + 1, end + 1), 0)
             at += samples
         Deferring.num_deferred += len(deferred)
-        return msgspec.structs.replace(result, token_ids=token_ids, deferred=np.array(deferred, np.int32))
+        reports = [*result.reports, (-1, GrammarSamples(deferred))]
+        return msgspec.structs.replace(result, token_ids=token_ids, reports=reports)
 
 
 class DeferringRunner(Deferring, FakeRunner):
@@ -87,8 +89,10 @@ def test_deferred_samples_give_the_sequential_tokens(window):
 
 
 def test_deferred_samples_keep_their_order():
-    one, two = (StepResult(1, np.array(ids, np.int32)) for ids in ([5, -1, 6], [7, -1, -1]))
-    one.deferred, two.deferred = np.array([1], np.int32), np.array([1, 2], np.int32)
-    whole = joined([one, two])
+    steps = ([5, -1, 6], [1], {}), ([7, -1, -1], [1], {2: "a limit"})
+    whole = joined([
+        StepResult(1, np.array(ids, np.int32), reports=[(-1, GrammarSamples(deferred, failures))])
+        for ids, deferred, failures in steps
+    ])  # fmt: skip
     assert whole.token_ids.tolist() == [5, 7, -1, -1, 6, -1]
-    assert sorted(whole.deferred.tolist()) == [2, 3, 5]
+    assert [report for _, report in whole.reports] == [GrammarSamples([2]), GrammarSamples([3], {5: "a limit"})]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from runtime.assembly.engine import build_engine
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation, StepTimes
 from runtime.speculation.draft import LocalWire

@@ -25,7 +25,8 @@ ENGINE = """
 import numpy as np
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, SamplingParams
 
 INFO = ModelInfo("f", 50, 64, (0,), 24, 4, "none", "none")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.assembly.engine import build_engine
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.core.plan import MAX_NEW_BYTES
 from runtime.core.request_state import RequestState

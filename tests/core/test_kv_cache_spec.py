@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.kv_cache_spec import MOST_GROUPS, KVCacheSpec, KVGroupSpec, window_groups
+from runtime.base.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.base.model.kv_groups import MOST_GROUPS, window_groups
 from tests.support.models.specs import dense_spec
 
 FULL = KVGroupSpec((1, 3), num_kv_heads=4, head_dim=16, dtype="bfloat16")

@@ -10,7 +10,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.types import SamplingParams
+from runtime.base.types import Request, SamplingParams
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
 from runtime.speculation import ngram
@@ -36,7 +36,9 @@ _names = map(str, itertools.count())
 
 
 def states_of(prompt: list[int], prediction: Sequence[int] = (), count: int = 1) -> list[RequestState]:
-    requests = requests_of(_names, prompt, SamplingParams(), count, prediction=tuple(prediction))
+    requests = requests_of(
+        Request("", prompt, len(prompt), SamplingParams(), prediction=tuple(prediction)), _names, count
+    )
     return [RequestState(r, array("i", r.token_ids), 1 << 30, frozenset(), (0, 0, 0)) for r in requests]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.reports import Experts, PromptScores, Vector, Verified
+from runtime.base.reports import Experts, GrammarSamples, PromptScores, Vector, Verified
 from runtime.base.types import CallboardError, Grammar, SamplingParams
 from runtime.core.plan import NewSlot, StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
 
@@ -90,15 +90,15 @@ def test_result_survives_the_wire(step_id, token_ids, m, n, random):
     ints = lambda *shape: np.array([random.randrange(2**31) for _ in range(int(np.prod(shape)))], np.int32)  # noqa: E731
     columns = ints(m), ints(m).astype(np.float32), ints(m, n).reshape(m, n), ints(m, n).astype(np.float32).reshape(m, n)
     scores = PromptScores(*(column.tobytes() for column in columns))
+    failures = {i: f"Too long: é {i}." for i in range(random.randrange(3))}
+    samples = GrammarSamples(ints(m).tolist(), failures, (random.randrange(9), random.randrange(9)))
     result = StepResult(
         step_id,
         token_ids,
         ints(m),
         *columns,
-        (random.randrange(9), random.randrange(9)),
-        {i: f"Too long: é {i}." for i in range(random.randrange(3))},
         sampling_logprobs=ints(m).astype(np.float32),
-        reports=[(0, scores), (2, Vector(b"1234")), (2, Experts(b"12")), (5, Verified(3, 2, 1))],
+        reports=[(0, scores), (2, Vector(b"1234")), (2, Experts(b"12")), (5, Verified(3, 2, 1)), (-1, samples)],
     )
     found = decode_result(encode_result(result))
     assert same(result, found)

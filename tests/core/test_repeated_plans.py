@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.base.reports import GrammarSamples
 from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
@@ -57,12 +58,14 @@ def test_repeated_and_single_plans_agree(prompts, data, num_steps):
         data.draw(st.lists(tokens, min_size=num_rows * count, max_size=num_rows * count)), np.int32
     ).reshape(num_rows, count)
     failures = {i: "a limit" for i, token in enumerate(sampled.reshape(-1).tolist()) if token < 0 and i % 2}
-    result = StepResult(step.plan.step_id, sampled.reshape(-1), failures=failures)
+    result = StepResult(step.plan.step_id, sampled.reshape(-1), reports=[(-1, GrammarSamples([], failures))])
     plans = [apart.schedule().plan for _ in range(count)]
     outputs = []
     for at, plan in enumerate(plans):
         own = {row: failures[row * count + at] for row in range(num_rows) if row * count + at in failures}
-        outputs.append(apart.commit(StepResult(plan.step_id, sampled[:, at].copy(), failures=own)))
+        outputs.append(
+            apart.commit(StepResult(plan.step_id, sampled[:, at].copy(), reports=[(-1, GrammarSamples([], own))]))
+        )
     (visible, cached), (visible_apart, cached_apart) = seen(together, [together.commit(result)]), seen(apart, outputs)
     assert visible == visible_apart
     if any(reason is FinishReason.ERROR for reason, _ in visible[1].values()):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, SamplingParams
 from runtime.base.weight_version import WeightVersion
 from tests.support.engine.fake_runner import EOS, CheckedCore, FakeRunner, check_integrity, of_versions
@@ -60,7 +61,8 @@ class Reader:
 
 @given(st.data(), st.integers(1, 2), st.booleans())
 def test_any_history_has_one_version_a_token(data, depth, chunked):
-    core, runner = engine(pipeline_depth=depth, chunked_prefill=chunked, max_num_batched_tokens=16 if chunked else 64)
+    changes = {"pipeline_depth": depth, "chunked_prefill": chunked, "max_num_batched_tokens": 16 if chunked else 64}
+    core, runner = engine(**changes)
     reader, asked, losses = Reader(), {}, 0
     prompts = st.lists(st.integers(1, 2), min_size=1, max_size=20)  # of few tokens, so that many share a prefix
     for _ in range(data.draw(st.integers(1, 40))):
@@ -78,7 +80,7 @@ def test_any_history_has_one_version_a_token(data, depth, chunked):
             case "lose" if losses < 2:  # a third one ends a request
                 losses += 1
                 core.lose()
-                fresh = FakeRunner(core.scheduler.config, INFO)
+                fresh = FakeRunner(replace(CONFIG, **changes), INFO)
                 fresh.weights, runner = runner.weights, fresh
                 core.recover(fresh)
     while core.has_work:

@@ -11,7 +11,7 @@ from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
 from runtime.kernels.llvm.launcher import Launcher
 from runtime.kernels.sampling.token_keys import FAILED, drawn_keys_torch, tokens_of_keys_torch
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.top_k_top_p import Filters, top_k_top_p_bounds_torch
 from tests.support.kernels.compiled import call, targets
 
 TARGETS = pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
@@ -78,8 +78,8 @@ def test_filters_keep_the_tokens_of_their_twin(vocab, scale, seed, top_k, top_p,
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(seed)) * scale
     if masked:
         logits[:, 1::3] = -math.inf
-    params = torch.tensor([top_k, 0]), torch.tensor([top_p, 1.0]), torch.tensor([min_p, 0.0])
-    got, want = (bounds(logits, *params) for bounds in (_compiled, top_k_top_p_bounds_torch))
+    filters = Filters(torch.tensor([top_k, 0]), torch.tensor([top_p, 1.0]), torch.tensor([min_p, 0.0]))
+    got, want = (bounds(logits, filters) for bounds in (_compiled, top_k_top_p_bounds_torch))
     kept, kept_by_twin = (logits >= bounds[:, None] for bounds in (got, want))
     differ = kept != kept_by_twin
     # Sums of masses round differently, so the last token of a nucleus may differ, or several that are very unlikely.

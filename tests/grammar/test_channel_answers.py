@@ -8,7 +8,8 @@ from benchmarks.library.channel_model import Turn, harmony_tokenizer, read_turn,
 from benchmarks.serving.channel_answers import KINDS, check
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess

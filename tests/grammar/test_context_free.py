@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
 from runtime.structured.pattern import (
-    Alternation,
     CharacterClass,
-    Concatenation,
+    Choice,
     GrammarError,
+    Name,
     Pattern,
-    Reference,
-    Repetition,
+    Repeat,
+    Sequence,
     literal,
 )
 from runtime.structured.readers.context_free import rules_of
@@ -44,19 +44,19 @@ class Oracle:
     def ends(self, body: Pattern, at: int) -> frozenset[int]:
         """Where a text of `body` from `at` on may end."""
         match body:
-            case Reference(name):
+            case Name(name):
                 return self._ends[name, at]
             case CharacterClass(these):
                 fit = at < len(self._text) and any(low <= ord(self._text[at]) <= high for low, high in these)
                 return frozenset([at + 1] if fit else [])
-            case Alternation(parts):
+            case Choice(parts):
                 return frozenset().union(*(self.ends(part, at) for part in parts))
-            case Concatenation(parts):
+            case Sequence(parts):
                 found = frozenset([at])
                 for part in parts:
                     found = frozenset().union(*(self.ends(part, end) for end in found))
                 return found
-            case Repetition(part, least, most):
+            case Repeat(part, least, most):
                 found, all_found = frozenset([at]), set[int]()
                 for times in range(8 if most is None else most + 1):
                     new = found - all_found if times > least else found
@@ -70,13 +70,13 @@ class Oracle:
     def begins(self, body: Pattern, at: int) -> bool:
         """Whether some text of `body` begins with all that is there from `at` on."""
         match body:
-            case Reference(name):
+            case Name(name):
                 return self._begins[name, at]
             case CharacterClass():
                 return at == len(self._text) or self.ends(body, at) == {len(self._text)}
-            case Alternation(parts):
+            case Choice(parts):
                 return any(self.begins(part, at) for part in parts)
-            case Concatenation(parts):
+            case Sequence(parts):
                 found = {at}
                 for i, part in enumerate(parts):
                     ended = all(self.begins(rest, len(self._text)) for rest in parts[i + 1 :])
@@ -84,7 +84,7 @@ class Oracle:
                         return True
                     found = {end for start in found for end in self.ends(part, start)}
                 return len(self._text) in found
-            case Repetition(part, least, most):
+            case Repeat(part, least, most):
                 found = {at}
                 for times in range(8 if most is None else most):
                     if (times >= least and len(self._text) in found) or any(self.begins(part, end) for end in found):
@@ -95,7 +95,7 @@ class Oracle:
 
     def allowed(self) -> tuple[bool, bool]:
         """Whether the text may go on to one of the grammar, and whether it is one."""
-        return self.begins(Reference("s"), 0), len(self._text) in self.ends(Reference("s"), 0)
+        return self.begins(Name("s"), 0), len(self._text) in self.ends(Name("s"), 0)
 
 
 def check_masks(grammar: dict[str, Pattern], matcher: LazyMatcher, text: str, depth: int) -> int:
@@ -117,17 +117,15 @@ def check_masks(grammar: dict[str, Pattern], matcher: LazyMatcher, text: str, de
 _LEAVES = (
     st.sampled_from(["", "a", "b", "ab", "aba"]).map(literal)
     | st.just(CharacterClass(((97, 98),)))
-    | st.sampled_from("stu").map(Reference)
+    | st.sampled_from("stu").map(Name)
 )
 _TIMES = st.sampled_from([(0, 1), (0, None), (1, None), (2, 2)])
 _BODIES = st.recursive(
     _LEAVES,
     lambda inner: (
-        st.lists(inner, min_size=1, max_size=3).map(tuple).map(Concatenation)
-        | st.lists(inner, min_size=1, max_size=3).map(tuple).map(Alternation)
-        | st.tuples(inner, st.sampled_from([(0, 1), (0, None), (1, None), (2, 2)])).map(
-            lambda x: Repetition(x[0], *x[1])
-        )
+        st.lists(inner, min_size=1, max_size=3).map(tuple).map(Sequence)
+        | st.lists(inner, min_size=1, max_size=3).map(tuple).map(Choice)
+        | st.tuples(inner, st.sampled_from([(0, 1), (0, None), (1, None), (2, 2)])).map(lambda x: Repeat(x[0], *x[1]))
     ),
     max_leaves=6,
 )

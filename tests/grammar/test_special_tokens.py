@@ -13,8 +13,8 @@ from runtime.structured.channels import _text_without
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.pattern import FIRST_OF_SPECIAL, special_text
-from runtime.structured.rules import Choice, Name, Repeat, Sequence, Special, terminal
+from runtime.structured.pattern import FIRST_OF_SPECIAL, Choice, Name, Repeat, Sequence, special_text
+from runtime.structured.rules import Special, terminal
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS
 from runtime.text.vocabulary import SPECIAL_BYTES, Vocabulary
 

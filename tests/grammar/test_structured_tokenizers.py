@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build

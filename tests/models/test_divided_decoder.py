@@ -21,7 +21,7 @@ from runtime.kernels.attention.attention_torch import AttentionShape, plan_atten
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.kernels.states.state_rows import StateRows
+from runtime.kernels.step.state_rows import StateRows
 from runtime.models import load_spec
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.families import gemma4, lfm, phi, qwen_hybrid

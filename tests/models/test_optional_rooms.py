@@ -1,6 +1,7 @@
 """A runner's optional rooms: each can be deleted with its lines of assembly, and the model decodes the same tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +14,16 @@ class Room(NamedTuple):
     """An optional part of a runner."""
 
     paths: tuple[str, ...]
-    name: str = ""  # lines of assembly contain it; empty if none names the room
-    assembly: str = RUNNER
+    assembly: tuple[tuple[str, str], ...] = ()  # (file, name): all lines with this name are deleted, with their import
 
 
 ROOMS = {
-    "adapters": Room(("runtime/features/adapter_weights.py", "runtime/models/lora.py"), "RunnerAdapters"),
-    "weight updates": Room(("runtime/updates",), "RunnerUpdates"),
-    "speculation": Room(("runtime/speculation",), "row_lens"),
+    "adapters": Room(
+        ("runtime/features/adapter_weights.py", "runtime/models/lora.py"),
+        ((RUNNER, "RunnerAdapters"),),
+    ),
+    "weight updates": Room(("runtime/updates",), ((RUNNER, "RunnerUpdates"),)),
+    "speculation": Room(("runtime/speculation",), ((RUNNER, "row_lens"),)),
     "grammars": Room(
         (
             "runtime/structured",
@@ -28,13 +31,27 @@ ROOMS = {
             "runtime/features/grammar_output.py",
             "runtime/features/grammar_state.py",
         ),
-        "GrammarState",
+        ((RUNNER, "GrammarState"),),
     ),
-    "vectors": Room(("runtime/features/pooler.py",), "Pooler"),
-    "prompt log-probabilities": Room(("runtime/features/prompt_scorer.py",), "PromptScorer"),
-    "routed experts": Room(("runtime/features/expert_recorder.py",), "ExpertRecorder"),
-    "sleep": Room(("runtime/features/mapped_memory.py",), "RunnerMemory"),
+    "vectors": Room(("runtime/features/pooler.py",), ((RUNNER, "Pooler"),)),
+    "prompt log-probabilities": Room(("runtime/features/prompt_scorer.py",), ((RUNNER, "PromptScorer"),)),
+    "routed experts": Room(("runtime/features/expert_recorder.py",), ((RUNNER, "ExpertRecorder"),)),
+    "sleep": Room(("runtime/features/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
+    "recurrent states": Room(
+        (
+            "runtime/kernels/states",
+            "runtime/kernels/cpu/states",
+            "runtime/models/mixers/delta_rule.py",
+            "runtime/models/mixers/short_conv.py",
+        ),
+        (
+            ("runtime/kernels/operations.py", "DELTA_RULE"),
+            ("runtime/kernels/cpu/operations.py", "CompiledStates"),
+            ("runtime/models/decoder_build.py", "DeltaRuleMixer"),
+            ("runtime/models/decoder_build.py", "ShortConvMixer"),
+        ),
+    ),
 }
 # Each tree has a process of its own, forked from one that has imported the libraries.
 DECODE = """
@@ -66,13 +83,16 @@ for tree in sys.argv[2:]:
 
 def _prune(tree: Path, rooms: list[Room]) -> None:
     """Copy the runtime without these rooms and their lines of assembly."""
-    copy_tree(tree, ["runtime"], [path for room in rooms for path in room.paths])
-    for room in rooms:
-        if room.name:
-            lines = (tree / room.assembly).read_text().splitlines(keepends=True)
-            kept = [line for line in lines if room.name not in line]
-            assert 1 <= len(lines) - len(kept) <= 2, "an import and a line of assembly"
-            (tree / room.assembly).write_text("".join(kept))
+    lines = [line for room in rooms for line in room.assembly]
+    copy_tree(tree, ["runtime"])
+    for file, name in lines:
+        old = (tree / file).read_text().splitlines(keepends=True)
+        kept = [line for line in old if name not in line]
+        assert 1 <= len(old) - len(kept) <= 2, "an import and a line of assembly"
+        (tree / file).write_text("".join(kept))
+    for path in {path for room in rooms for path in room.paths}:
+        shutil.rmtree(tree / path, ignore_errors=True)
+        (tree / path).unlink(missing_ok=True)
 
 
 def test_runner_decodes_without_each_room(tmp_path: Path):
@@ -83,7 +103,7 @@ def test_runner_decodes_without_each_room(tmp_path: Path):
     output_of(DECODE, tmp_path, str(ROOT), *map(str, trees.values()))
     tokens = {name: json.loads((tree / "found.json").read_text()) for name, tree in trees.items()}
     compiled, references = tokens["none"]
-    want = dict.fromkeys(missing, [compiled, references])
+    want = {name: [compiled, references] for name in missing}
     want["CPU kernels"] = want["all"] = [references, references]
     assert tokens == want
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.base.kv_cache_spec import KVGroupSpec, groups_of_shapes
+from runtime.base.kv_cache_spec import KVGroupSpec
+from runtime.base.model.kv_groups import groups_of_shapes
 from runtime.core.kv_cache_manager import KVCacheManager
 from tests.models.test_hybrid_models import BACKENDS
 from tests.support.examples import examples

@@ -14,7 +14,7 @@ from runtime.kernels.sampling.gumbel import gumbel_noise, noise_bits, noise_keys
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PROMPT_LEN, REPETITION
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.top_k_top_p import Filters, top_k_top_p_bounds_torch
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 
@@ -148,15 +148,14 @@ def plain_survivors(logits: list[float], top_k: int, top_p: float, min_p: float)
 def test_filters_equal_their_definition(rows, vocab, seed, spread):
     torch.manual_seed(seed)
     logits = torch.stack([torch.randperm(vocab).float().div(vocab).sub(0.5).mul(4 * spread) for _ in rows])
-    top_k, top_p, min_p = zip(*rows, strict=True)
-    bounds = top_k_top_p_bounds_torch(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    bounds = top_k_top_p_bounds_torch(logits, Filters(*map(torch.tensor, zip(*rows, strict=True))))
     for row, filters in enumerate(rows):
         got = set((logits[row] >= bounds[row]).nonzero().flatten().tolist())
         want = plain_survivors(logits[row].tolist(), *filters)
         assert len(got ^ want) <= (0.0 < filters[1] < 1.0)  # fp32 may fall on the other side of top_p's edge
         assert got
         alone = top_k_top_p_bounds_torch(
-            logits[row : row + 1], *(torch.tensor([f]) for f in filters)
+            logits[row : row + 1], Filters(*(torch.tensor([f]) for f in filters))
         )  # independent of the other rows
         assert torch.equal(alone, bounds[row : row + 1])
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.library.channel_model import harmony_tokenizer, problem_of, read_turn
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.text.vocabulary import Vocabulary

@@ -43,7 +43,7 @@ def test_a_folder_has_sampling_defaults(tmp_path: Path):
     assert defaults.params(temperature=0, top_k=0, top_p=None, max_tokens=5) == SamplingParams(
         **QWEN | {"temperature": 0, "top_k": 0, "max_tokens": 5}
     )
-    assert str(defaults).startswith("temperature 0.7, top_p 0.8, top_k 20")
+    assert str(defaults).startswith("temperature 0.7, top_k 20, top_p 0.8")
     assert SamplingDefaults.load(tmp_path, "none") == SamplingDefaults()
     assert SamplingDefaults.load(folder(tmp_path, top_k=-1, temperature=None)) == SamplingDefaults()
 
@@ -122,7 +122,7 @@ def test_inspect_shows_the_defaults(write_tiny_gguf: Callable[..., Path], tmp_pa
 def test_a_chat_template_of_the_operator(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
     file = tmp_path / "t.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    tokenizer = load_tokenizer(write_tiny_gguf(tokenizer__chat_template=None), str(file))
+    tokenizer = load_tokenizer(write_tiny_gguf(tokenizer__chat_template=None), EngineConfig(chat_template=str(file)))
     assert ChatTemplate.of(tokenizer).render([{"role": "user", "content": "hé"}]) == "[user] hé"
     assert tokenizer.tool_template is None
 

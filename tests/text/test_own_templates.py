@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.output.chat_prompt import ChatPrompt, ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.message_parser import MessageParser

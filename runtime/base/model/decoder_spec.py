@@ -8,19 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.base.config import EngineConfig
-from runtime.base.kv_cache_spec import (
-    CHUNK,
-    QUANTIZED_DTYPES,
-    KVCacheSpec,
-    KVGroupSpec,
-    StateGroupSpec,
-    groups_of_shapes,
-    window_groups,
-)
+from runtime.base.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.base.model.attention_spec import AttentionSpec as AttentionSpec  # also for importers of this module
 from runtime.base.model.attention_spec import CachedShape
 from runtime.base.model.experts_spec import ExpertsSpec as ExpertsSpec
 from runtime.base.model.experts_spec import chooses_experts as chooses_experts
+from runtime.base.model.kv_groups import groups_of_shapes, window_groups
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.layer_spec import ACTIVATION_LIMIT as ACTIVATION_LIMIT
 from runtime.base.model.layer_spec import FfnSpec as FfnSpec

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager

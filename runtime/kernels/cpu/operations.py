@@ -28,6 +28,7 @@ from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.operation import Operation
 from runtime.kernels.sampling.token_keys import NONE
+from runtime.kernels.sampling.top_k_top_p import Filters
 
 
 class CompiledOperations:
@@ -51,7 +52,6 @@ class CompiledOperations:
         self.latents = None
         if spec.latent is not None and self.attention is not None:
             self.latents = CompiledLatents(self.launcher, self.attention, numerics.activation_bits // 8)
-        self.states = CompiledStates(self.launcher) if is_float32 else None
 
     def implementations(self) -> dict[Operation[..., Any], Callable[..., Any]]:
         """Compiled kernels by operation. Except for the lookup, they take float32 rows."""
@@ -64,14 +64,12 @@ class CompiledOperations:
                 ops.ROPE_STORE_KV: self.attention.rope_store_kv, ops.ATTENTION: self.attention.attention,
                 ops.GATE_OUTPUT: self.attention.gate_output,
             }  # fmt: skip
+            found |= CompiledStates(self.launcher).implementations()
         if (latents := self.latents) is not None:
             found |= {
                 ops.LATENT_UP: latents.up, ops.LATENT_UP_OF_MAPS: latents.up_of_maps, ops.LATENT_STORE: latents.store,
                 ops.LATENT_ATTENTION: latents.attention,
             }  # fmt: skip
-        if (states := self.states) is not None:
-            found |= {ops.CAUSAL_CONV: states.causal_conv, ops.SHORT_CONV: states.short_conv}
-            found |= {ops.DELTA_RULE: states.delta_rule}
         return found
 
     def linear(self, weights: Sequence[torch.Tensor | InterleavedWeight], bias: torch.Tensor | None) -> Linear:
@@ -125,8 +123,6 @@ class CompiledOperations:
         self.launcher.launch(kernel(draw, checked=checked), arguments, parts)
         return keys.amax(1)
 
-    def filter_bounds(
-        self, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-    ) -> torch.Tensor:
+    def filter_bounds(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
         """`top_k_top_p_bounds_torch` without a sort of the vocabulary."""
-        return top_k_top_p_bounds(self.launcher, logits, top_k, top_p, min_p)
+        return top_k_top_p_bounds(self.launcher, logits, filters)

@@ -11,7 +11,7 @@ import math
 import torch
 
 from runtime.kernels.sampling.logprobs import log_softmax_rows
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.top_k_top_p import Filters, top_k_top_p_bounds_torch
 
 _AT_ONCE = 1 << 21  # logits sorted at once; each takes about 40 bytes
 
@@ -20,7 +20,7 @@ def drawn_logprobs(
     logits: torch.Tensor,  # [n, vocab] float32, edited; -inf for tokens that cannot be drawn
     token_ids: torch.Tensor,  # [n] int64, the drawn ones
     temperatures: torch.Tensor,  # [n] float32; 0 for greedy
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # top_k, top_p, min_p; None if applied
+    filters: Filters | None = None,  # None if applied
     most_top_k: int = 0,  # the largest top_k; 0 if a row with another filter lacks one
 ) -> torch.Tensor:
     """[n] float32; 0 for greedy rows."""
@@ -30,7 +30,7 @@ def drawn_logprobs(
         vocab = scaled.shape[1]
         parts = zip(*(x.split(max(1, _AT_ONCE // vocab)) for x in (scaled, *filters)), strict=True)
         num_sorted = min(most_top_k or vocab, vocab)
-        bounds = torch.cat([top_k_top_p_bounds_torch(rows, k, p, m, num_sorted) for rows, k, p, m in parts])
+        bounds = torch.cat([top_k_top_p_bounds_torch(rows, Filters(*part), num_sorted) for rows, *part in parts])
         # A drawn token survives by definition: rounding must not exclude it here.
         scaled.masked_fill_(scaled < torch.minimum(bounds[:, None], own), -math.inf)
     own = log_softmax_rows(scaled).gather(1, token_ids[:, None]).squeeze(1)

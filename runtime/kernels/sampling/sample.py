@@ -21,7 +21,7 @@ from runtime.base.types import SamplingParams
 from runtime.kernels.sampling.choose import LEVELS, NUM_COUNTERS, choose_kernel
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys, noise_of_tokens
 from runtime.kernels.sampling.token_keys import FAILED, is_filtered, key_of, load_float, mass_of, packed, write_token
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.top_k_top_p import Filters, top_k_top_p_bounds_torch
 from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 # Columns in a slot's parameters, int32; floats as their bits.
@@ -41,6 +41,12 @@ _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
     "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
 }  # fmt: skip
+
+
+def filters_of(params: torch.Tensor) -> Filters:
+    """Return the filters in rows of parameters, [n, NUM_PARAMS] int32."""
+    floats = params.view(torch.float32)
+    return Filters(params[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
 
 
 @dataclass(slots=True)
@@ -82,8 +88,9 @@ def sample_tokens_torch(
     noise = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
     scaled = logits / temperature.where(temperature > 0, 1.0)
     if filters:
-        top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
-        bounds = top_k_top_p_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
+        row_filters = filters_of(own)
+        top_p = row_filters.top_p.where(temperature[:, 0] > 0, 1.0)
+        bounds = top_k_top_p_bounds_torch(scaled, row_filters._replace(top_p=top_p))
         scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
     failed = ~logits.isfinite().all(-1) if resample is None else resample.token_ids[resample.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)

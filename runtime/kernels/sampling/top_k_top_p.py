@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-# `top_k_top_p_bounds_torch`, or a function for the same tokens.
-FilterBounds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them; almost every nucleus is smaller
+
+
+class Filters(NamedTuple):
+    """The parameters of rows that remove tokens, by their names in SamplingParams."""
+
+    top_k: torch.Tensor  # [n] int32 or int64, 0 is off
+    top_p: torch.Tensor  # [n] float32, 1 is off
+    min_p: torch.Tensor  # [n] float32, 0 is off
+
+
+# `top_k_top_p_bounds_torch`, or a function for the same tokens.
+FilterBounds = Callable[[torch.Tensor, Filters], torch.Tensor]
 
 
 def top_k_top_p_bounds_torch(
     logits: torch.Tensor,  # [n, vocab] float32, already divided by the temperature
-    top_k: torch.Tensor,  # [n] int32 or int64, 0 is off
-    top_p: torch.Tensor,  # [n] float32, 1 is off
-    min_p: torch.Tensor,  # [n] float32, 0 is off
+    filters: Filters,
     num_sorted: int = 0,
 ) -> torch.Tensor:
     """[n] float32: the least logit that survives top-k, then top-p among the survivors, and min-p.
 
     `num_sorted` best logits of a row decide. With 0 their number depends on the rows, and the host waits."""
+    top_k, top_p, min_p = filters
     vocab, k, p = logits.shape[-1], top_k.long()[:, None], top_p.double()[:, None]
     best = logits.amax(-1, keepdim=True)
     sizes = [num_sorted] if num_sorted else [s for s in _NUCLEUS_GUESSES if int(top_k.max()) < s < vocab] + [vocab]

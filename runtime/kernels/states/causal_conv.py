@@ -11,7 +11,7 @@ import torch
 
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
-from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
+from runtime.kernels.step.state_rows import ConvState, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _CHANNELS = 512  # channels per program

@@ -8,7 +8,7 @@ import torch
 
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.exact_functions import silu
-from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
+from runtime.kernels.step.state_rows import ConvState, DeltaState, StateRows
 
 
 def causal_conv_torch(

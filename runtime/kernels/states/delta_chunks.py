@@ -22,7 +22,7 @@ from runtime.base.kv_cache_spec import CHUNK
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit
-from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _SCALARS = 3  # numbers per token and head: q's factor, k's factor, and the chunk's decay

@@ -6,7 +6,7 @@ import torch
 
 from runtime.kernels.states.delta_chunks import launch_chunks
 from runtime.kernels.states.delta_steps import launch_steps
-from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
 
 
 def delta_rule_triton(

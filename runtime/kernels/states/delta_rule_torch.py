@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from runtime.base.kv_cache_spec import CHUNK, RING
 from runtime.kernels.exact_functions import sigmoid, silu, softplus
-from runtime.kernels.states.state_rows import MOST_PENDING, DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import MOST_PENDING, DeltaForm, DeltaState, StateRows
 
 NORM_EPS = 1e-6  # q's and k's
 

@@ -14,7 +14,7 @@ import torch
 
 from runtime.base.kv_cache_spec import RING
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
-from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import LAG, MOST_PENDING, DeltaForm, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 

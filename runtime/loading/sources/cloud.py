@@ -4,8 +4,7 @@
     cloud/BUCKET-HASH/snapshots/KEY/NAME     a hard link to it; a snapshot has all files of one listing
 
 An object that changes has another key. So an interrupted download resumes only with the same object's bytes, and a
-stored snapshot never mixes two versions.
-"""
+stored snapshot never mixes two versions."""
 
 from __future__ import annotations
 

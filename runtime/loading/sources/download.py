@@ -135,9 +135,7 @@ def fetch(
 
     tries, most = 0, download.num_stored
     with httpx.Client(
-        follow_redirects=True,
-        timeout=_TIMEOUT_S,
-        event_hooks={} if download.sha256 else {"request": [_check_address]},
+        follow_redirects=True, timeout=_TIMEOUT_S, event_hooks={} if download.sha256 else {"request": [_check_address]}
     ) as client:
         while True:
             try:

@@ -1,8 +1,7 @@
 """Models of the hub, in the cache that all tools share: safetensors or one GGUF file, fetched if they are not there.
 
 huggingface_hub finds, names and links the files. `download.py` fetches large ones, checks their hashes, and resumes
-interrupted downloads.
-"""
+interrupted downloads."""
 
 from __future__ import annotations
 

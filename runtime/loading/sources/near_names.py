@@ -9,27 +9,13 @@ from pathlib import Path
 from runtime.loading.sources.short_names import SHORT_NAMES, near_name
 
 _MORE = (  # in addition to the examples of `runtime.models.FAMILIES`: common names without a size
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-4B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-14B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen2.5-1.5B-Instruct",
-    "Qwen/Qwen2.5-3B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen2.5-Coder-7B-Instruct",
-    "meta-llama/Llama-3.2-1B-Instruct",
-    "meta-llama/Llama-3.2-3B-Instruct",
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "meta-llama/Llama-3.3-70B-Instruct",
-    "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "google/gemma-3-270m-it",
-    "google/gemma-3-1b-it",
-    "google/gemma-3-12b-it",
-    "microsoft/phi-4",
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-)
+    "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
+    "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-Coder-7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct",
+    "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct", "google/gemma-3-270m-it", "google/gemma-3-1b-it", "google/gemma-3-12b-it",
+    "microsoft/phi-4", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+)  # fmt: skip
 _CLOSE = 0.75  # least difflib ratio between near names
 
 

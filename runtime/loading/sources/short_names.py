@@ -1,8 +1,7 @@
 """Short names of models as Ollama's library has them, such as `llama3.2:1b`, and their files on the hub.
 
 A line has a name, and for each tag a repository with GGUF files. The first tag is the one that a name without a tag
-means. A repository without `:LABEL` has the usual quantization.
-"""
+means. A repository without `:LABEL` has the usual quantization."""
 
 from __future__ import annotations
 

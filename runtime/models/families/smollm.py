@@ -15,9 +15,8 @@ WEIGHT_MAP = llama.WEIGHT_MAP
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
     layers, interval = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
-    turned = config["no_rope_layers"] or [
-        (i + 1) % interval for i in layers
-    ]  # 1 is a layer with rope, in spite of the name
+    # 1 is a layer with rope, in spite of the name
+    turned = config["no_rope_layers"] or [(i + 1) % interval for i in layers]
     window = config["use_sliding_window"] and config["sliding_window"]
     attention, ffn = llama.attention(config), llama.ffn(config)
     mixers = llama.attentions({**config, "sliding_window": window}, attention, lambda i: not turned[i])

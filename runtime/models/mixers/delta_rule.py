@@ -8,8 +8,8 @@ import torch
 
 from runtime.base.model.mixer_spec import DeltaRuleSpec
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.operations import CAUSAL_CONV, DELTA_RULE
-from runtime.kernels.states.state_rows import DeltaForm, DeltaState
+from runtime.kernels.states.operations import CAUSAL_CONV, DELTA_RULE
+from runtime.kernels.step.state_rows import DeltaForm, DeltaState
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 

@@ -10,7 +10,7 @@ import torch
 
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.states.state_rows import ConvState, DeltaState
+from runtime.kernels.step.state_rows import ConvState, DeltaState
 from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import ForwardBatch
 from runtime.models.linear_maps import LinearMaps

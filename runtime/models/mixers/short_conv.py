@@ -8,8 +8,8 @@ import torch
 
 from runtime.base.model.mixer_spec import ShortConvSpec
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.operations import SHORT_CONV
-from runtime.kernels.states.state_rows import ConvState
+from runtime.kernels.states.operations import SHORT_CONV
+from runtime.kernels.step.state_rows import ConvState
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 

@@ -1,8 +1,7 @@
 """The eager engine: all grammar states, as arrays that a device can hold.
 
 outlines-core builds a regular expression's token automaton. It cannot be interrupted and aborts the process when
-memory runs out, so `build` runs in a child process (child.py).
-"""
+memory runs out, so `build` runs in a child process (child.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The reasoning budget in channels: a matcher that counts tokens in analysis messages.
 
-Once the budget is spent, the message ends, and no other message is an analysis.
-"""
+Once the budget is spent, the message ends, and no other message is an analysis."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The lazy engine: llguidance, which computes a grammar's states on the host as an output reaches them.
 
 A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel, not a clock,
-bounds a mask's cost, so every machine has the same limit: some 15 ms in hostile grammars.
-"""
+bounds a mask's cost, so every machine has the same limit: some 15 ms in hostile grammars."""
 
 from __future__ import annotations
 

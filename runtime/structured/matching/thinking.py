@@ -1,7 +1,6 @@
 """An output's reasoning budget: a matcher around the grammar's matcher.
 
-Once the budget is spent, only the mark that ends reasoning may follow.
-"""
+Once the budget is spent, only the mark that ends reasoning may follow."""
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
 The lexer takes the longest terminal. Terminal `b` is ambiguous next to terminal `a` if it can continue a text of `a`
 with a byte that may also follow `a` in the grammar. The lexer then never ends `a` there. FIRST and FOLLOW sets of
 terminals decide this, as for LL(1) parsers. Sets of bytes and terminals are bit masks. The
-analysis errs on the safe side: it assumes that any two terminals may be possible at the same point.
-"""
+analysis errs on the safe side: it assumes that any two terminals may be possible at the same point."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from runtime.structured.pattern import Alternation, CharacterClass, Concatenation, Pattern, Ranges, Repetition
-from runtime.structured.rules import Choice, Name, Repeat, Rule, Sequence, Terminal
+from runtime.structured.pattern import CharacterClass, Choice, Name, Pattern, Ranges, Repeat, Sequence
+from runtime.structured.rules import Rule, Terminal
 
 _MAX_STEPS = 100_000  # steps in one comparison; a longer one counts as a conflict
 _ALL_BYTES = (1 << 256) - 1
@@ -40,40 +40,22 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-class _Follows:
-    """The terminals of rules, and for each the terminals that may follow it."""
+class _Neighbours:
+    """The leaves of a tree by number, and for each the leaves that may follow it (Glushkov's construction)."""
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        self.terminals: list[Terminal] = []
+    def __init__(self) -> None:
         self.after: list[int] = []
-        self._numbers: dict[Terminal, int] = {}
-        self._ends: dict[str, tuple[bool, int, int]] = dict.fromkeys(rules, (False, 0, 0))
-        before = None
-        while before != (self._ends, self.after):  # up to the fixed point
-            before = dict(self._ends), list(self.after)
-            for name, rule in rules.items():
-                self._ends[name] = self._visit(rule)
 
-    def _visit(self, rule: Rule) -> tuple[bool, int, int]:
-        """Return whether the rule may be empty, and the terminals that its texts may begin and end with."""
-        match rule:
-            case Terminal():
-                if rule not in self._numbers:
-                    self._numbers[rule] = len(self.terminals)
-                    self.terminals.append(rule)
-                    self.after.append(0)
-                bit = 1 << self._numbers[rule]
-                return False, bit, bit
-            case Name(of):
-                return self._ends[of]
+    def _visit(self, tree: Any) -> tuple[bool, int, int]:
+        """Return whether the tree may be empty, and the leaves that its texts may begin and end with."""
+        empty, first, last = isinstance(tree, Sequence), 0, 0
+        match tree:
             case Choice(parts):
-                empty, first, last = False, 0, 0
                 for part in parts:
                     part_empty, begins, ends = self._visit(part)
                     empty, first, last = empty or part_empty, first | begins, last | ends
                 return empty, first, last
             case Sequence(parts):
-                empty, first, last = True, 0, 0
                 for part in parts:
                     part_empty, begins, ends = self._visit(part)
                     self._join(last, begins)
@@ -86,11 +68,39 @@ class _Follows:
                 if most != 1:
                     self._join(last, first)
                 return empty or least == 0, first, last
-        raise AssertionError(rule)
+        return self._leaf(tree)
+
+    def _leaf(self, leaf: Any) -> tuple[bool, int, int]:
+        raise NotImplementedError
 
     def _join(self, ends: int, begins: int) -> None:
-        for terminal in _bits(ends):
-            self.after[terminal] |= begins
+        for leaf in _bits(ends):
+            self.after[leaf] |= begins
+
+
+class _Follows(_Neighbours):
+    """The terminals of rules, and for each the terminals that may follow it."""
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self.terminals: list[Terminal] = []
+        self._numbers: dict[Terminal, int] = {}
+        self._ends: dict[str, tuple[bool, int, int]] = dict.fromkeys(rules, (False, 0, 0))
+        before = None
+        while before != (self._ends, self.after):  # up to the fixed point
+            before = dict(self._ends), list(self.after)
+            for name, rule in rules.items():
+                self._ends[name] = self._visit(rule)
+
+    def _leaf(self, leaf: Terminal | Name) -> tuple[bool, int, int]:
+        if isinstance(leaf, Name):
+            return self._ends[leaf.name]
+        if leaf not in self._numbers:
+            self._numbers[leaf] = len(self.terminals)
+            self.terminals.append(leaf)
+            self.after.append(0)
+        bit = 1 << self._numbers[leaf]
+        return False, bit, bit
 
 
 def _continuations(a: _Automaton, b: _Automaton) -> int:
@@ -105,12 +115,12 @@ def _continuations(a: _Automaton, b: _Automaton) -> int:
             continue
         seen.add((i, j))
         if i in a.last:
-            for after in b.after[j]:
+            for after in b.next[j]:
                 found |= b.bytes[after]
-        num_steps += len(a.after[i]) * len(b.after[j])
+        num_steps += len(a.next[i]) * len(b.next[j])
         if num_steps > _MAX_STEPS:
             break
-        todo += [(x, y) for x in a.after[i] for y in b.after[j]]
+        todo += [(x, y) for x in a.next[i] for y in b.next[j]]
     if num_steps > _MAX_STEPS:
         return _ALL_BYTES if b.has_long_texts else 0
     return found
@@ -128,52 +138,27 @@ def _overlap(one: Ranges, other: Ranges) -> bool:
     return False
 
 
-class _Automaton:
-    """The character classes of a pattern as states (Glushkov's construction).
-
-    It does not count repetitions, so it may have more texts than the pattern."""
+class _Automaton(_Neighbours):
+    """The character classes of a pattern as states. It does not count repetitions: it may have too many texts."""
 
     def __init__(self, pattern: Pattern) -> None:
+        super().__init__()
         self.chars: list[Ranges] = []
         self.bytes: list[int] = []  # the first bytes of each state's characters
-        self.after: list[set[int]] = []
-        _, self.first, self.last = self._add(pattern)
+        _, first, last = self._visit(pattern)
+        self.first, self.last = list(_bits(first)), set(_bits(last))
+        self.next = [list(_bits(states)) for states in self.after]
         self.has_long_texts = any(self.after)  # texts with two characters or more
         self.first_bytes = 0
         for state in self.first:
             self.first_bytes |= self.bytes[state]
 
-    def _add(self, pattern: Pattern) -> tuple[bool, set[int], set[int]]:
-        match pattern:
-            case CharacterClass(these):
-                self.chars.append(these)
-                self.bytes.append(_first_bytes(these))
-                self.after.append(set())
-                state = {len(self.chars) - 1}
-                return False, state, state
-            case Concatenation(parts):
-                empty, first, last = True, set[int](), set[int]()
-                for part in parts:
-                    part_empty, begins, ends = self._add(part)
-                    self._join(last, begins)
-                    first = first | begins if empty else first
-                    last = ends | last if part_empty else ends
-                    empty = empty and part_empty
-                return empty, first, last
-            case Alternation(parts):
-                added = [self._add(part) for part in parts]
-                first, last = set[int]().union(*(f for _, f, _ in added)), set[int]().union(*(e for _, _, e in added))
-                return any(empty for empty, _, _ in added), first, last
-            case Repetition(part, least, most):
-                empty, first, last = self._add(part)
-                if most != 1:
-                    self._join(last, first)
-                return empty or least == 0, first, last
-        raise AssertionError(pattern)
-
-    def _join(self, ends: set[int], begins: set[int]) -> None:
-        for state in ends:
-            self.after[state] |= begins
+    def _leaf(self, leaf: CharacterClass) -> tuple[bool, int, int]:
+        self.chars.append(leaf.ranges)
+        self.bytes.append(_first_bytes(leaf.ranges))
+        self.after.append(0)
+        state = 1 << len(self.chars) - 1
+        return False, state, state
 
 
 _UTF8 = (0, 0x7F, 0, 0), (0x80, 0x7FF, 0xC0, 6), (0x800, 0xFFFF, 0xE0, 12), (0x10000, 0x10FFFF, 0xF0, 18)

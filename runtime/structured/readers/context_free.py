@@ -4,8 +4,7 @@ The steps:
 
 1. Find the rules without recursion. Each becomes a pattern; a loop at one end of a rule is rewritten as a repetition.
 2. Write the other rules. Each largest part without references becomes one terminal: the fewer, the faster.
-3. While a terminal is ambiguous (ambiguity.py), split it into terminals of its parts. Single characters never are.
-"""
+3. While a terminal is ambiguous (ambiguity.py), split it into terminals of its parts. Single characters never are."""
 
 from __future__ import annotations
 
@@ -13,30 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from runtime.structured.pattern import (
-    Alternation,
-    Concatenation,
+    Choice,
+    Name,
     Pattern,
-    Reference,
-    Repetition,
+    Repeat,
+    Sequence,
     any_of,
     mapped,
+    names_in,
     parts_of,
     plain,
     size,
 )
 from runtime.structured.readers.ambiguity import ambiguous_terminals
-from runtime.structured.rules import (
-    NOTHING,
-    Name,
-    Repeat,
-    Rule,
-    Sequence,
-    Terminal,
-    choice,
-    mapped_rule,
-    optional,
-    terminal,
-)
+from runtime.structured.rules import NOTHING, Rule, Terminal, choice, optional, terminal
 
 _MAX_REGION = 2_000  # states in one terminal; a larger rule stays a rule
 _MAX_REWRITTEN = 100  # states in a pattern that is rewritten without the empty text
@@ -54,7 +43,7 @@ def rules_of(grammar: Mapping[str, Pattern], start: str, prefix: str = "") -> di
     while ambiguous := ambiguous_terminals(written, writer.patterns):
         parts: dict[Rule, Rule] = {each: writer.split(writer.patterns[each]) for each in ambiguous}
         replaced = partial(_replaced, parts)
-        written = {name: mapped_rule(rule, replaced) for name, rule in written.items()}
+        written = {name: mapped(rule, replaced) for name, rule in written.items()}
     return written
 
 
@@ -73,9 +62,9 @@ def _regular_rules(grammar: Mapping[str, Pattern]) -> dict[str, Pattern]:
 
     def full_size(pattern: Pattern) -> int:
         match pattern:
-            case Reference(to):
+            case Name(to):
                 return sizes.get(to, 1)
-            case Repetition(part, least, most):
+            case Repeat(part, least, most):
                 return full_size(part) * max(least if most is None else most, 1)
         return sum(map(full_size, parts_of(pattern))) + 1
 
@@ -84,7 +73,7 @@ def _regular_rules(grammar: Mapping[str, Pattern]) -> dict[str, Pattern]:
             return
         visited.add(name)
         body = grammar[name]
-        others = set(_references(body)) - {name}
+        others = set(names_in(body)) - {name}
         for other in others:
             visit(other)
         if others <= regular.keys() and (states := full_size(body)) <= _MAX_REGION:
@@ -97,49 +86,42 @@ def _regular_rules(grammar: Mapping[str, Pattern]) -> dict[str, Pattern]:
     return regular
 
 
-def _references(pattern: Pattern) -> Iterator[str]:
-    if isinstance(pattern, Reference):
-        yield pattern.name
-    for part in parts_of(pattern):
-        yield from _references(part)
-
-
 def _has_references(pattern: Pattern) -> bool:
-    return next(_references(pattern), None) is not None
+    return next(names_in(pattern), None) is not None
 
 
 def _substituted(pattern: Pattern, regular: Mapping[str, Pattern]) -> Pattern:
-    return mapped(pattern, lambda leaf: regular.get(leaf.name, leaf) if isinstance(leaf, Reference) else leaf)
+    return mapped(pattern, lambda leaf: regular.get(leaf.name, leaf) if isinstance(leaf, Name) else leaf)
 
 
 def _without_loop(body: Pattern) -> Pattern | None:
     """Rewrite a rule that refers to itself at one end of its options; None if it refers to itself elsewhere."""
     if not _has_references(body):
         return body
-    options = [option.parts if isinstance(option, Concatenation) else (option,) for option in _options(body)]
+    options = [option.parts if isinstance(option, Sequence) else (option,) for option in _options(body)]
     for end in (-1, 0):
         loops: list[Pattern] = []
         exits: list[Pattern] = []
         for parts in options:
             rest = parts[:-1] if end else parts[1:]
             match parts[end] if parts else None:
-                case Reference():
-                    loops.append(Concatenation(rest))
-                case Repetition(Reference(), 0, 1):
-                    loops.append(Concatenation(rest))
-                    exits.append(Concatenation(rest))
+                case Name():
+                    loops.append(Sequence(rest))
+                case Repeat(Name(), 0, 1):
+                    loops.append(Sequence(rest))
+                    exits.append(Sequence(rest))
                 case _:
-                    exits.append(Concatenation(parts))
+                    exits.append(Sequence(parts))
         if exits and not any(map(_has_references, (*loops, *exits))):
-            loop = Repetition(Alternation(tuple(loops)), 0, None)
-            exit_ = Alternation(tuple(exits))
-            return Concatenation((loop, exit_) if end else (exit_, loop))
+            loop = Repeat(Choice(tuple(loops)), 0, None)
+            exit_ = Choice(tuple(exits))
+            return Sequence((loop, exit_) if end else (exit_, loop))
     return None
 
 
 def _options(pattern: Pattern) -> Iterator[Pattern]:
     match pattern:
-        case Alternation(parts) | Concatenation((_,) as parts):
+        case Choice(parts) | Sequence((_,) as parts):
             for part in parts:
                 yield from _options(part)
         case _:
@@ -161,23 +143,21 @@ class _Writer:
         if not _has_references(pattern):
             return self.terminal(pattern)
         match pattern:
-            case Reference(name):
+            case Name(name):
                 return Name(self._names[name])
-            case Concatenation(parts):
+            case Sequence(parts):
                 runs: list[list[Pattern]] = []  # neighbours without references; any other part alone
                 for part in parts:
                     if runs and not _has_references(part) and not _has_references(runs[-1][-1]):
                         runs[-1].append(part)
                     else:
                         runs.append([part])
-                return Sequence(
-                    tuple(self.rule(run[0] if len(run) == 1 else Concatenation(tuple(run))) for run in runs)
-                )
-            case Alternation(parts):
+                return Sequence(tuple(self.rule(run[0] if len(run) == 1 else Sequence(tuple(run))) for run in runs))
+            case Choice(parts):
                 plain_parts = tuple(part for part in parts if not _has_references(part))
                 others = [self.rule(part) for part in parts if _has_references(part)]
-                return choice([*others, *([self.terminal(Alternation(plain_parts))] if plain_parts else [])])
-            case Repetition(part, least, most):
+                return choice([*others, *([self.terminal(Choice(plain_parts))] if plain_parts else [])])
+            case Repeat(part, least, most):
                 return Repeat(self.rule(part), least, most) if most != 0 else NOTHING
         raise AssertionError(pattern)
 
@@ -197,24 +177,24 @@ class _Writer:
     def split(self, pattern: Pattern) -> Rule:
         """Write a pattern with a terminal for each of its parts."""
         match pattern:
-            case Concatenation((part,)) | Alternation((part,)):
+            case Sequence((part,)) | Choice((part,)):
                 return self.split(part)
-            case Concatenation(parts):
+            case Sequence(parts):
                 return Sequence(tuple(map(self.terminal, parts)))
-            case Alternation(parts):
+            case Choice(parts):
                 return choice(map(self.terminal, parts))
-            case Repetition(part, least, most):
+            case Repeat(part, least, most):
                 return Repeat(self.terminal(part), least, most)
         raise AssertionError(pattern)
 
 
 def _may_be_empty(pattern: Pattern) -> bool:
     match pattern:
-        case Concatenation(parts):
+        case Sequence(parts):
             return all(map(_may_be_empty, parts))
-        case Alternation(parts):
+        case Choice(parts):
             return any(map(_may_be_empty, parts))
-        case Repetition(part, least):
+        case Repeat(part, least):
             return least == 0 or _may_be_empty(part)
     return False
 
@@ -222,21 +202,21 @@ def _may_be_empty(pattern: Pattern) -> bool:
 def _without_empty(pattern: Pattern) -> Pattern | None:
     """Return the pattern of the same texts but the empty one; None without such texts."""
     match pattern:
-        case Concatenation(parts):
+        case Sequence(parts):
             options: list[Pattern] = []
             for i, part in enumerate(parts):
                 if (rest := _without_empty(part)) is not None:
-                    options.append(Concatenation((rest, *parts[i + 1 :])))
+                    options.append(Sequence((rest, *parts[i + 1 :])))
                 if not _may_be_empty(part):
                     break
             return _any_or_none(options)
-        case Alternation(parts):
+        case Choice(parts):
             return _any_or_none(rest for part in parts if (rest := _without_empty(part)) is not None)
-        case Repetition(part, least, most):
+        case Repeat(part, least, most):
             rest = None if most == 0 else _without_empty(part)
             if rest is None:
                 return None
-            return Repetition(rest, 1 if _may_be_empty(part) else max(least, 1), most)
+            return Repeat(rest, 1 if _may_be_empty(part) else max(least, 1), most)
     return pattern
 
 

@@ -1,7 +1,6 @@
 """Grammars in EBNF, as llama.cpp (GBNF), SGLang and XGrammar write it: `name ::= ...`, beginning with `root`.
 
-A grammar describes its texts character by character. Any way to derive a text counts.
-"""
+A grammar describes its texts character by character. Any way to derive a text counts."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from runtime.structured.pattern import (
     MAX_NESTING,
     MAX_REPEAT,
     CharacterClass,
-    Concatenation,
     GrammarError,
+    Name,
     Pattern,
-    Reference,
-    Repetition,
+    Repeat,
+    Sequence,
     any_of,
     literal,
     shown,
@@ -106,7 +105,7 @@ class _Reader:
         parts = []
         while not self._ends_rule() and self._peek().text not in ("|", ")"):
             parts.append(self._repeated(self._item()))
-        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _repeated(self, part: Pattern) -> Pattern:
         while True:
@@ -123,7 +122,7 @@ class _Reader:
                 raise error_at(self._text, f"repeats {times} times, over the limit of {MAX_REPEAT},", token.at)
             if most is not None and most < least:
                 raise error_at(self._text, f"repeats at least {least} and at most {most} times", token.at)
-            part = Repetition(part, least, most)
+            part = Repeat(part, least, most)
             self._at += 1
 
     def _item(self) -> Pattern:
@@ -131,7 +130,7 @@ class _Reader:
         match token.kind, token.text:
             case "name", name:
                 self._references.setdefault(name, token.at)
-                return Reference(name)
+                return Name(name)
             case "string", quoted:
                 return literal(string_at(self._text, quoted, token.at))
             case "set", source:

@@ -2,8 +2,7 @@
 
 llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens, inline
 JSON Schemas and a rule's attributes other than `capture` and `max_tokens`. Priorities, `!` before a rule, `capture` and
-an empty `%llguidance {}` become spaces: they change no text.
-"""
+an empty `%llguidance {}` become spaces: they change no text."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from runtime.structured.readers.tokens import COUNT, STRING, Token, error_at, pa
 _FORMS = re.compile(
     rf"(?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)|(?P<name>[?!]*_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_]*)\b)"
     rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
-    r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
+    r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])"
 )
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # the place in an llguidance error
 _EMPTY_OPTIONS = re.compile(r"\s*%llguidance\s*\{\s*\}")  # guidance writes it before each grammar

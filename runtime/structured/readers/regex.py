@@ -13,14 +13,14 @@ from runtime.structured.pattern import (
     MAX_REPEAT,
     MAX_STATES,
     NO_CHARACTER,
-    Alternation,
     Anchor,
     CharacterClass,
-    Concatenation,
+    Choice,
     GrammarError,
     Pattern,
     Ranges,
-    Repetition,
+    Repeat,
+    Sequence,
     parts_of,
     ranges,
     ranges_of,
@@ -82,17 +82,17 @@ def without_lookaheads(source: str) -> tuple[str, list[Pattern], list[Pattern]]:
     while source.startswith("^") and source.startswith(("(?=", "(?!"), at):
         is_negative = source[at + 2] == "!"
         inner, at = _Parser(source, at + 3, is_negative).group()
-        options = inner.parts if isinstance(inner, Alternation) else (inner,)
+        options = inner.parts if isinstance(inner, Choice) else (inner,)
         starts = tuple(_without_anchors(_from_start(option), (ANY_TEXT,)) for option in options)
-        (must_not if is_negative else must).append(_checked(Alternation(starts), source))
-    if at == 1 or source[at : at + 1] in ("*", "+", "?", "{") or isinstance(_Parser(source[at:]).parse(), Alternation):
+        (must_not if is_negative else must).append(_checked(Choice(starts), source))
+    if at == 1 or source[at : at + 1] in ("*", "+", "?", "{") or isinstance(_Parser(source[at:]).parse(), Choice):
         return source, [], []
     return "^" + source[at:], must, must_not
 
 
-def _from_start(pattern: Pattern) -> Concatenation:
-    parts = pattern.parts if isinstance(pattern, Concatenation) else (pattern,)
-    return Concatenation((Anchor(False), *parts[parts[:1] == (Anchor(False),) :]))
+def _from_start(pattern: Pattern) -> Sequence:
+    parts = pattern.parts if isinstance(pattern, Sequence) else (pattern,)
+    return Sequence((Anchor(False), *parts[parts[:1] == (Anchor(False),) :]))
 
 
 def _read(source: str, around: tuple[Pattern, ...]) -> Pattern:
@@ -107,17 +107,17 @@ def _checked(pattern: Pattern, source: str) -> Pattern:
 
 def _without_anchors(pattern: Pattern, around: tuple[Pattern, ...]) -> Pattern:
     """Remove `^` and `$` at the ends of each alternative; an end without one gets `around`."""
-    if isinstance(pattern, Alternation):
-        return Alternation(tuple(_without_anchors(part, around) for part in pattern.parts))
-    parts = pattern.parts if isinstance(pattern, Concatenation) else (pattern,)
-    if len(parts) == 1 and isinstance(parts[0], Alternation):
+    if isinstance(pattern, Choice):
+        return Choice(tuple(_without_anchors(part, around) for part in pattern.parts))
+    parts = pattern.parts if isinstance(pattern, Sequence) else (pattern,)
+    if len(parts) == 1 and isinstance(parts[0], Choice):
         return _without_anchors(parts[0], around)
     starts = bool(parts) and parts[0] == Anchor(False)
     ends = len(parts) > starts and parts[-1] == Anchor(True)
     inner = parts[starts : len(parts) - ends]
     if any(map(_has_anchor, inner)):
         raise GrammarError("has a pattern with ^ or $ inside; they are supported at its ends only")
-    return Concatenation((*(() if starts else around), *inner, *(() if ends else around)))
+    return Sequence((*(() if starts else around), *inner, *(() if ends else around)))
 
 
 def _has_anchor(pattern: Pattern) -> bool:
@@ -175,13 +175,13 @@ class _Parser:
         parts = [self._concatenation()]
         while self._skip("|"):
             parts.append(self._concatenation())
-        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
 
     def _concatenation(self) -> Pattern:
         parts = []
         while self._peek() not in ("", "|", ")"):
             parts.append(self._repetition(self._atom()))
-        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _repetition(self, part: Pattern) -> Pattern:
         while True:
@@ -203,7 +203,7 @@ class _Parser:
             if isinstance(part, Anchor):
                 raise self._error("repeats ^ or $")
             self._skip("?")  # a lazy quantifier matches the same texts
-            part = Repetition(part, least, most)
+            part = Repeat(part, least, most)
 
     def _atom(self) -> Pattern:
         match char := self._take():

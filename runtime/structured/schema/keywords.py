@@ -1,8 +1,7 @@
 """JSON Schema's keywords: the enforced ones, the refused ones, and the shape of each value.
 
 A name that neither a draft (4 to 2020-12) nor OpenAPI defines is an annotation, as in JSON Schema. A defined keyword
-that asserts something and is not enforced is refused by its name.
-"""
+that asserts something and is not enforced is refused by its name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Normalizes schemas: references, `allOf`, `oneOf` and the like become plain keywords and one `anyOf`.
 
 A normal schema allows what the schema allows, or less where one_of.py narrows options. The steps are in
-`SchemaNormalizer.normalize`.
-"""
+`SchemaNormalizer.normalize`."""
 
 from __future__ import annotations
 

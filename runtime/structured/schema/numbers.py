@@ -1,8 +1,7 @@
 """Ranges and multiples of numbers as regular expressions, digit by digit.
 
 Integers have at most 19 digits. A number with a bound is written without an exponent. Its decimals near the bound have
-few enough digits to be different floats, so an excluded bound stays excluded when a program reads the number.
-"""
+few enough digits to be different floats, so an excluded bound stays excluded when a program reads the number."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Options that share values are narrowed, in this order:
 
 1. A *tag*, a property without a common value in two objects, becomes required in both.
-2. A property that one object requires and the other does not becomes forbidden in the other.
-"""
+2. A property that one object requires and the other does not becomes forbidden in the other."""
 
 from __future__ import annotations
 

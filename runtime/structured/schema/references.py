@@ -1,8 +1,7 @@
 """`$ref` within a schema: "#", a JSON pointer, an `$anchor` or the document's own `$id` before one of these.
 
 Nothing is fetched. A schema within the document that has an `$id` changes what its references mean, so these are
-refused.
-"""
+refused."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ rule. Every output is valid. These freedoms of JSON are left out:
     - a schema without `type` has the one type that all its keywords are about, if there is one
     - white space is at most one space after each "," and ":"; a grammar allows some at its end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
-    - with `uniqueItems`, an enum of more than six values keeps its order
-"""
+    - with `uniqueItems`, an enum of more than six values keeps its order"""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ from runtime.structured.pattern import (
     MAX_REPEAT,
     CharacterClass,
     GrammarError,
-    Repetition,
+    Name,
+    Repeat,
     literal_string,
     literal_text,
     quoted,
@@ -36,7 +36,6 @@ from runtime.structured.rules import (
     MAX_RULES,
     NEVER,
     NOTHING,
-    Name,
     Rule,
     Terminal,
     choice,
@@ -154,7 +153,7 @@ class _Writer:
         least, most = _bounds(schema, "Length", where)
         found = string_terminal(self._normalizer, schema, where)
         if least or most is not None or not found.all_of:
-            found = Terminal((*found.all_of, quoted(Repetition(CharacterClass(ALL), least, most))), found.none_of)
+            found = Terminal((*found.all_of, quoted(Repeat(CharacterClass(ALL), least, most))), found.none_of)
         return found
 
     def _fitting(self, rule: Terminal) -> Rule:

@@ -3,8 +3,7 @@
 DEEPSEEK_V3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{…}\n```
               <｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>        (V3, R1)
 DEEPSEEK_V31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>
-              <｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-"""
+              <｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tool calls for chat templates without their own format: the tools, the calls and their results are plain text.
 
 The calls have Hermes's format. It is the most frequent in training data: Qwen's templates and function-call data sets
-use it. The tools stand first, so all turns share their prefix-cache blocks.
-"""
+use it. The tools stand first, so all turns share their prefix-cache blocks."""
 
 from __future__ import annotations
 

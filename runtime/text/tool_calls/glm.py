@@ -2,8 +2,7 @@
 
 GLM45, 4.5 and 4.6: `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`.
 GLM47, 4.7 and later: `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`.
-One parser reads both.
-"""
+One parser reads both."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
 
 The recipient may also stand before the channel. A message to an unknown recipient counts as reasoning: it is not for
-the user.
-"""
+the user."""
 
 from __future__ import annotations
 

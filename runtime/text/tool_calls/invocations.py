@@ -6,8 +6,7 @@
     DSML_V4     the same with <｜DSML｜tool_calls>                                   DeepSeek V4
     MINICPM5    <function name="f"><param name="a">1</param></function>
 
-The first ones have a common parser.
-"""
+The first ones have a common parser."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@
     GIGACHAT    <|message_sep|>\\n\\nfunction call<|role_sep|>\\n{…}         GigaChat 3
     GIGACHAT31  <|function_call|>{…}                                        GigaChat 3.1
 
-One parser reads all of them.
-"""
+One parser reads all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from runtime.text.tool_calls.parser import ToolFormat
 _BEGIN = '{"name": "'
 
 
-def _list_after(mark: str, end: str = "", sign: str = "") -> ToolFormat:
+def list_after(mark: str, end: str = "", sign: str = "") -> ToolFormat:
     """Return the format of a list between two marks."""
     return ToolFormat(
         JsonObjectParser,
@@ -39,26 +38,24 @@ def _list_after(mark: str, end: str = "", sign: str = "") -> ToolFormat:
     )
 
 
-GRANITE = _list_after("<|tool_call|>", sign=r"available_tools.*<\|tool_call\|>")
-PHI4 = _list_after("<|tool_call|>", "<|/tool_call|>", sign=r"<\|tool\|>.*<\|/tool\|>")
-TOOL_CALLS = _list_after("<tool_calls>", "</tool_calls>")
-NEMOTRON = _list_after("<TOOLCALL>", "</TOOLCALL>")
+GRANITE = list_after("<|tool_call|>", sign=r"available_tools.*<\|tool_call\|>")
+PHI4 = list_after("<|tool_call|>", "<|/tool_call|>", sign=r"<\|tool\|>.*<\|/tool\|>")
+TOOL_CALLS = list_after("<tool_calls>", "</tool_calls>")
+NEMOTRON = list_after("<TOOLCALL>", "</TOOLCALL>")
 _ACTION = '{"tool_call_id": "0", "tool_name": "'
 COHERE = replace(
-    _list_after("<|START_ACTION|>", "<|END_ACTION|>"),
+    list_after("<|START_ACTION|>", "<|END_ACTION|>"),
     begin=f"<|START_ACTION|>[\n    {_ACTION}",
     to_arguments='", "parameters":',
     again=f",\n    {_ACTION}",
     close="\n]<|END_ACTION|>",
 )
-XLAM = replace(
-    _list_after(""), mark="<tool_call>", marks=(), bare=r'\s*\[\s*\{\s*"(type|id|name|arguments|parameters)"'
-)
+XLAM = replace(list_after(""), mark="<tool_call>", marks=(), bare=r'\s*\[\s*\{\s*"(type|id|name|arguments|parameters)"')
 MINIMAX_M1 = replace(
     TOOL_CALLS, begin="<tool_calls>\n" + _BEGIN, again="\n" + _BEGIN, close="\n</tool_calls>", separator="\n"
 )
 GIGACHAT31 = replace(
-    _list_after("<|function_call|>"), begin="<|function_call|>" + _BEGIN, again="", close="", separator=""
+    list_after("<|function_call|>"), begin="<|function_call|>" + _BEGIN, again="", close="", separator=""
 )
 GIGACHAT = replace(
     GIGACHAT31,

@@ -1,8 +1,7 @@
 """Calls as JSON objects.
 
 HERMES   <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>   any number, anywhere       (Hermes, Qwen)
-LLAMA3   {"name": "f", "parameters": {…}}; {…}                      at the start, or after <|python_tag|>
-"""
+LLAMA3   {"name": "f", "parameters": {…}}; {…}                      at the start, or after <|python_tag|>"""
 
 from __future__ import annotations
 

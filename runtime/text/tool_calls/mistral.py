@@ -1,18 +1,18 @@
 """Calls of Mistral's models. Their template and tokenizer have the same version.
 
 MISTRAL      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, {…}]        up to v7
-MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral
-"""
+MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from runtime.text.tool_calls.json_objects import JsonObjectParser
+from runtime.text.tool_calls.json_lists import list_after
 from runtime.text.tool_calls.name_first import NameFirstParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
-_MARK, _BEGIN = "[TOOL_CALLS]", '{"name": "'
+_MARK = "[TOOL_CALLS]"
 
 
 class MistralV11Parser(NameFirstParser):
@@ -21,18 +21,7 @@ class MistralV11Parser(NameFirstParser):
     head = re.compile(rf"\s*{name_up_to('{[')}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)")
 
 
-MISTRAL = ToolFormat(
-    JsonObjectParser,
-    mark=_MARK,
-    marks=(_MARK,),
-    begin=f"{_MARK} [{_BEGIN}",
-    to_arguments='", "arguments":',
-    end="}",
-    again=", " + _BEGIN,
-    close="]",
-    separator=",",
-    has_short_ids=True,
-)
+MISTRAL = replace(list_after(_MARK), begin=f'{_MARK} [{{"name": "', has_short_ids=True)
 MISTRAL_V11 = ToolFormat(
     MistralV11Parser,
     mark=_MARK,

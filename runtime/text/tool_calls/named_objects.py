@@ -7,8 +7,7 @@
     GLM4         f\\n{…} at the start                                         GLM 4 (0414)
     RECIPIENTS   f\\n{…}>>>g\\n{…} at the start                              Functionary 3.2
 
-The number of a Kimi call counts the conversation's calls.
-"""
+The number of a Kimi call counts the conversation's calls."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A call is certain when its name and the text up to its arguments are complete. From then on the arguments are returned
 as they are generated, valid or not, because sent text cannot be withdrawn. Any other text after a mark, and a call
 to an unknown function, is ordinary text. White space around a call is markup, up to 1,024 characters on each
-side of a mark.
-"""
+side of a mark."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 A block begins a line: a Markdown code block without a language or with `json`, a bare object, or a list of objects.
 It is one or several calls if it holds nothing else, and each calls an offered function with arguments that fit.
-Anything else is text, unchanged.
-"""
+Anything else is text, unchanged."""
 
 from __future__ import annotations
 

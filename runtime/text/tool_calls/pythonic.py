@@ -4,8 +4,7 @@
     LFM2      <|tool_call_start|>[f(a=1, b='x'), g()]<|tool_call_end|>
     OLMO3     <function_calls>f(a=1)\\ng()</function_calls>
 
-Each argument is returned when it is complete.
-"""
+Each argument is returned when it is complete."""
 
 from __future__ import annotations
 

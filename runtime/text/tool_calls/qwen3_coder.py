@@ -3,8 +3,7 @@
     QWEN3_CODER  <tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>
     SEED_OSS     <seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>\\n</function>\\n</seed:tool_call>
 
-Values of Seed-OSS stand between their tags without line ends.
-"""
+Values of Seed-OSS stand between their tags without line ends."""
 
 from __future__ import annotations
 

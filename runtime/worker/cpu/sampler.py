@@ -80,13 +80,10 @@ class Sampler(SlotSampling):
             penalise_torch(logits, *where, state.tokens, params, all_rows=True)
         rows = np.flatnonzero(self.filtered[slots] & (self._float(sample.TEMPERATURE, slots) > 0))
         if len(rows):
-            index, subset = self.upload(rows), slots[rows]
+            index, params = self.upload(rows), self.upload(self.rows[slots[rows]])
             kept = logits.index_select(0, index)
-            temperatures = self.upload(self._float(sample.TEMPERATURE, subset))[:, None]
-            top_k = self.upload(self.rows[subset, sample.TOP_K].astype(np.int64))
-            top_p, min_p = (self.upload(self._float(column, subset)) for column in (sample.TOP_P, sample.MIN_P))
-            scaled = kept / temperatures
-            bounds = self.filter_bounds(scaled, top_k, top_p, min_p)
+            scaled = kept / params.view(torch.float32)[:, sample.TEMPERATURE, None]
+            bounds = self.filter_bounds(scaled, sample.filters_of(params))
             logits.index_copy_(0, index, kept.masked_fill_(scaled < bounds[:, None], -torch.inf))
         return tokens_of_keys_torch(self._keys(logits, slots, positions, checked=False))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.base.arrays import Int32s
 from runtime.core.plan import NewSlot, StepPlan, last_tokens
-from runtime.kernels.states.state_rows import StateRows
+from runtime.kernels.step.state_rows import StateRows
 
 IntArray = NDArray[np.integer[Any]]
 
@@ -36,7 +36,7 @@ class Slots:
         self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
         self.has_states = has_states
-        self.places = torch.zeros((num_slots + 1, 4), dtype=torch.int32)  # state places (kernels/states/state_rows.py)
+        self.places = torch.zeros((num_slots + 1, 4), dtype=torch.int32)  # state places (kernels/step/state_rows.py)
 
     def add(self, new: NewSlot) -> None:
         """A request enters with its known tokens. Its blocks come with the plan's table writes."""

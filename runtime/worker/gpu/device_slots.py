@@ -46,7 +46,7 @@ class DeviceSlots:
         self.tables_of_groups = self.tables.split(max_blocks, 1)
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.adapters = self.state[:, self.params_at + NUM_PARAMS]
-        self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/states/state_rows.py
+        self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/step/state_rows.py
         self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters, on the host
         self.prompt_ends = np.zeros(num_slots, np.int32)  # positions of the prompts' last tokens, on the host
 

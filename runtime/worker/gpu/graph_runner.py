@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Int32s
-from runtime.base.config import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.core.plan import MAX_STEPS, StepPlan
 from runtime.worker.gpu.device_slots import NO_WRITES
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO

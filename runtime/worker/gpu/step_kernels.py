@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
-from runtime.kernels.states.state_rows import StateRows
+from runtime.kernels.step.state_rows import StateRows
 from runtime.kernels.step.step_inputs import Inputs, build_inputs
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch, GroupRows

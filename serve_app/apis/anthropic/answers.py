@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from msgspec import Struct
+
+from serve_app.protocol.operation import Operation
 
 
 class MessageUsage(Struct):
@@ -38,3 +41,6 @@ class MessagesErrorObject(Struct):
 class MessagesError(Struct):
     type: Literal["error"]
     error: MessagesErrorObject
+
+
+MessagesOperation = partial(Operation, error=MessagesError)

@@ -6,21 +6,17 @@ from functools import partial
 
 from starlette.routing import Route
 
-from serve_app.apis.anthropic.answers import CountedTokens, MessagesError
+from serve_app.apis.anthropic.answers import CountedTokens, MessagesOperation
 from serve_app.apis.anthropic.request import CountTokensRequest
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.http.json_routes import post_json
-from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, ApiRoute
 from serve_app.protocol.parsing import parse
 from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
-_OPERATION = Operation(
-    "The number of tokens of a message's prompt",
-    CountedTokens,
-    (CountTokensRequest,),
-    (*BODY, 404, 503),
-    error=MessagesError,
+_OPERATION = MessagesOperation(
+    "The number of tokens of a message's prompt", CountedTokens, (CountTokensRequest,), (*BODY, 404, 503)
 )
 
 

@@ -7,14 +7,14 @@ from typing import Any
 from pydantic_core import from_json
 
 from runtime.output.processor import Delta
-from serve_app.apis.anthropic.answers import AnsweredMessage, MessagesError
+from serve_app.apis.anthropic.answers import AnsweredMessage, MessagesOperation
 from serve_app.apis.anthropic.request import MessagesRequest
 from serve_app.apis.chat.endpoint import ChatEndpoint
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json
 from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import ApiError, anthropic_body
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import EventStream
@@ -24,13 +24,8 @@ class MessagesEndpoint(ChatEndpoint):
     """Content blocks in, content blocks out: a chat with one choice."""
 
     path, id_prefix, keeps_aborted = "/v1/messages", "msg_", False  # its API lacks the reason
-    operation = Operation(
-        "Answer a chat, in Anthropic's form",
-        AnsweredMessage,
-        (MessagesRequest,),
-        WHOLE_ANSWERS,
-        streams=True,
-        error=MessagesError,
+    operation = MessagesOperation(
+        "Answer a chat, in Anthropic's form", AnsweredMessage, (MessagesRequest,), WHOLE_ANSWERS, streams=True
     )
 
     def read(self, body: bytes) -> ChatRequest:

@@ -1,7 +1,6 @@
 """The requests of /v1/messages and /v1/messages/count_tokens, and their translation to chats.
 
-The chat's model checks the values.
-"""
+The chat's model checks the values."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options, shown
-from runtime.output.tools import KIND_OR_HOSTED, HostedTool
+from runtime.output.tools import HostedTool, OrHosted
 from serve_app.apis.chat.messages import OtherPart, check_new_parts, unread
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import NO_THREADS, ApiError
 from serve_app.protocol.sampling import MAX_SESSION_CHARS
-from serve_app.protocol.shapes import RequestModel, check_absent, text_or_list_of, type_of
+from serve_app.protocol.shapes import RequestModel, TextOrList, check_absent, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -59,16 +58,14 @@ _ONLY_TEXT: Any = Discriminator(
 )
 _TextBlocks = Annotated[list[Annotated[Annotated[TextBlock, Tag("<text>")], _ONLY_TEXT]], Field(fail_fast=True)]
 _CONTENT_SHAPE: Any = text_or_list_of("blocks")
-_Text = Annotated[Annotated[str, Tag("<text>")] | Annotated[_TextBlocks, Tag("<list>")], _CONTENT_SHAPE]
+_Text = Annotated[TextOrList[str, _TextBlocks], _CONTENT_SHAPE]
 
 
 _ResultBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")] | Annotated[OtherPart, Tag("<other>")],
     Discriminator(lambda value: "<text>" if type_of(value, "text") == "text" else "<other>"),
 ]
-_Result = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")], _CONTENT_SHAPE
-]
+_Result = Annotated[TextOrList[str, Annotated[list[_ResultBlock], Field(fail_fast=True)]], _CONTENT_SHAPE]
 
 
 class ToolResultBlock(RequestModel):
@@ -105,9 +102,7 @@ _Block = Annotated[
         custom_error_message="a block should have a type, such as text, tool_use or tool_result",
     ),
 ]
-_Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_Block], Field(fail_fast=True), Tag("<list>")], _CONTENT_SHAPE
-]
+_Content = Annotated[TextOrList[str, Annotated[list[_Block], Field(fail_fast=True)]], _CONTENT_SHAPE]
 _KINDS_OF_ROLE: dict[str, tuple[type[RequestModel], ...]] = {
     "system": (TextBlock,),
     "user": (TextBlock, ToolResultBlock, OtherPart),
@@ -180,14 +175,6 @@ class MessageTool(RequestModel):
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         strictness = {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": {k: v for k, v in function.items() if v is not None} | strictness}
-
-
-_AnyTool = Annotated[
-    Annotated[MessageTool, Tag("<function>")]
-    | Annotated[MessageTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
-]
 
 
 class MessageToolChoice(RequestModel):
@@ -271,7 +258,7 @@ class CountTokensRequest(RequestModel):
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: _Text | None = None
-    tools: Annotated[list[_AnyTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OrHosted[MessageTool, MessageTool]], Field(fail_fast=True)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

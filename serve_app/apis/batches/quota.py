@@ -1,8 +1,7 @@
 """The index of each API key's files and batches, and their limits.
 
 Each key has a folder with an empty entry for each of its files and batches. An entry's name holds the id and its bytes,
-so listing and counting do not open any record.
-"""
+so listing and counting do not open any record."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ covers creation and removal, so two fronts cannot pass a limit together. All met
 - `files/ID.json`: its record.
 - `batches/ID.json`: a batch's record.
 - `batches/ID.lock`, `batches/ID.input`, `batches/ID.cancel`: an open batch's lock, requests and cancellation time.
-- `keys/key-OWNER/ID.BYTES`: each key's index (`quota.py`).
-"""
+- `keys/key-OWNER/ID.BYTES`: each key's index (`quota.py`)."""
 
 from __future__ import annotations
 

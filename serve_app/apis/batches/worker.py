@@ -2,8 +2,7 @@
 
 Each request in a batch goes through this process's routes with the lowest priority. The results files record
 the answered requests: a front that resumes a batch sends the requests without a result. A front's memory for a batch
-is constant, except for a byte for each request.
-"""
+is constant, except for a byte for each request."""
 
 from __future__ import annotations
 
@@ -323,9 +322,8 @@ def _with_priority(body: msgspec.Raw) -> bytes:
         if bytes(fields.get(name, b"")).strip() == b"true":
             raise ApiError(400, f"{name} is true; a request of a batch must leave it out.", param=name)
     given = bytes(fields.get("priority", b"0")).strip()
-    if (
-        given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY
-    ):  # any other value is left to the route's checks
+    # any other value is left to the route's checks
+    if given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY:
         fields["priority"] = msgspec.Raw(b"%d" % _PRIORITY)
     return encode_json(fields)
 

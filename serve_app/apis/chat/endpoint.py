@@ -137,10 +137,7 @@ def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
 
 def message_delta(delta: Delta) -> dict[str, Any]:
     """Return an OpenAI delta's fields besides its content; one call may have several pieces."""
-    return _fields(
-        delta,
-        [{"index": c.index} | (_call(c) if c.name else _more(c)) for c in delta.calls],
-    )
+    return _fields(delta, [{"index": c.index} | (_call(c) if c.name else _more(c)) for c in delta.calls])
 
 
 def _message(choice: Delta) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from serve_app.protocol.shapes import (
     LEGACY,
     MAX_VALUES,
     RequestModel,
+    TextOrList,
     has_too_many_values,
     kinds_in,
     only,
@@ -135,10 +136,7 @@ Part = Annotated[
     | Annotated[OtherPart, Tag("<other>")],
     Discriminator(_kind_of_part),
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
-    text_or_list_of("text parts"),
-]
+Content = Annotated[TextOrList[str, Annotated[list[Part], Field(fail_fast=True)]], text_or_list_of("text parts")]
 
 
 def _parsed_at_once(text: str) -> str:

@@ -112,9 +112,8 @@ class CompletionRenderer(ChoiceRenderer):
         text: Callable[[int], str] = token_id_text if as_ids else text_of_id
         found = {
             "tokens": [text(lp.token_id) for lp in logprobs],
-            "token_logprobs": [
-                finite(lp.logprob) if lp.rank else None for lp in logprobs
-            ],  # rank 0 for the first token
+            # rank 0 for the first token
+            "token_logprobs": [finite(lp.logprob) if lp.rank else None for lp in logprobs],
             "top_logprobs": listed(logprobs, lambda lp: _top(lp, text) if lp.rank else None),
             "text_offset": offsets,
         }

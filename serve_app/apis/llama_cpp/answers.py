@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from msgspec import Struct
+
+from serve_app.protocol.operation import Operation
 
 
 class LlamaText(Struct):
@@ -56,3 +59,6 @@ class LlamaErrorObject(Struct):
 
 class LlamaError(Struct):
     error: LlamaErrorObject
+
+
+LlamaOperation = partial(Operation, error=LlamaError)

@@ -11,13 +11,13 @@ from runtime.output.processor import Delta
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.fill_in_middle import between, end_ids, of_other_files
-from serve_app.apis.llama_cpp.answers import LlamaError, LlamaText
+from serve_app.apis.llama_cpp.answers import LlamaOperation, LlamaText
 from serve_app.apis.llama_cpp.line_limits import LineLimits
 from serve_app.apis.llama_cpp.request import Gap, LlamaCompletion, LlamaCompletionRequest, LlamaInfillRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
-from serve_app.protocol.dialects import LLAMA_CPP
+from serve_app.protocol.dialects import DRAWING, LLAMA_CPP
 from serve_app.protocol.errors import ApiError, llama_cpp_body
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
@@ -34,15 +34,8 @@ class LlamaEndpoint(Endpoint[LlamaCompletion]):
 
     path, id_prefix, default_max_tokens, max_tokens_field = "/completion", "llama-", None, "n_predict"
     body_type: ClassVar[type[LlamaCompletionRequest]] = LlamaCompletionRequest
-    operation = Operation(
-        "Complete texts, in llama.cpp's form",
-        LlamaText,
-        (LlamaCompletionRequest,),
-        WHOLE_ANSWERS,
-        streams=True,
-        error=LlamaError,
-        others=(list[LlamaText],),
-    )
+    _about = "Complete texts, in llama.cpp's form", LlamaText, (LlamaCompletionRequest,), WHOLE_ANSWERS
+    operation = LlamaOperation(*_about, streams=True, others=(list[LlamaText],))
 
     def read(self, body: bytes) -> LlamaCompletion:
         return parse(self.body_type, body).as_request()
@@ -170,7 +163,7 @@ def _whole(prepared: _Prepared, choice: TimedChoice) -> dict[str, Any]:
             "n_ctx": model.info.max_model_len,
             "n_predict": params.max_tokens if shows else 0,
             "seed": sent.seed,
-            **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")},
+            **{name: getattr(params, name) for name in (*DRAWING, "stop")},
         },
         "prompt": model.tokenizer.decode(sent.token_ids, skip_special_tokens=False),
         "has_new_line": shows and "\n" in choice.text,

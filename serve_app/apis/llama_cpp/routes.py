@@ -10,10 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from runtime.base.types import SamplingParams
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.llama_cpp.answers import LlamaError, LlamaPrompt, LlamaProps, LlamaSlot
 from serve_app.http.json_routes import get_json, json_response, post_json
+from serve_app.protocol.dialects import DRAWING
 from serve_app.protocol.errors import unavailable
 from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
@@ -52,7 +54,7 @@ def props(service: Service) -> LlamaProps:
     """Return facts about the server and its model; raises ApiError while the service is loading."""
     model = service.named(None)
     tokenizer, info, client = model.tokenizer, model.info, service.engine_client()
-    params = {"n_predict": -1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    params = {"n_predict": -1} | {name: getattr(SamplingParams(), name) for name in DRAWING}
     return LlamaProps(
         default_generation_settings={
             "id": 0,

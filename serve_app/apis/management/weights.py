@@ -11,6 +11,7 @@ The engines have all state, so each call may reach another front."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -54,7 +55,7 @@ from serve_app.apis.management.update_requests import (
     read_update,
 )
 from serve_app.http.auth import check_origin
-from serve_app.http.json_routes import json_response, parsed_body
+from serve_app.http.json_routes import Handler, json_response, parsed_body
 from serve_app.http.lanes import run_preparation
 from serve_app.http.limits import Deadline, read_json_body
 from serve_app.protocol.errors import ApiError, unavailable
@@ -66,6 +67,11 @@ from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 _WITH_CALLER = {Pause: "pause", Receive: "update"}  # calls that end if their client leaves; the others end soon
+_NO_DRAFT = (
+    "A draft keeps its weights here, which costs accepted tokens but changes none; leave this call out, or "
+    "serve with --draft ngram."
+)
+_NO_CHECKSUMS = "This server makes no checksums of weights; GET /weight_info has the version of each engine."
 _REFUSALS = {"busy": (409, "weights_busy"), "not_open": (409, "no_weight_update"), "bad_request": (400, None)}
 
 
@@ -93,9 +99,11 @@ def weight_routes(models: Models, settings: HttpSettings) -> list[Route]:
     update: dict[str, Any] = {"errors": (*ENGINES, *BODY, 409)}
     optional: dict[str, Any] = {**update, "needs_body": False}
     refused: dict[str, Any] = {"errors": (400,), "method": "POST"}
+    left = routes.calling(Disconnect, Message("Weight transfer shut down"))
+    discarded = routes.calling(Discard, Message("Weight update discarded"))
     return [
         route("/pause", routes.pause, "Compute no more steps", Paused, **pause),
-        route("/resume", routes.resume, "Compute steps again", Paused, **post),
+        route("/resume", routes.calling(Resume, Paused("resumed")), "Compute steps again", Paused, **post),
         route("/is_paused", routes.is_paused, "Whether all engines are paused", PauseStatus, errors=ENGINES),
         route(
             "/init_weight_transfer_engine",
@@ -105,7 +113,7 @@ def weight_routes(models: Models, settings: HttpSettings) -> list[Route]:
             (InitTransferRequest,),
             **update,
         ),
-        route("/shutdown_weight_transfer_engine", routes.shutdown, "Leave the trainer's group", Message, **post),
+        route("/shutdown_weight_transfer_engine", left, "Leave the trainer's group", Message, **post),
         route(
             "/start_weight_update",
             routes.start,
@@ -130,7 +138,7 @@ def weight_routes(models: Models, settings: HttpSettings) -> list[Route]:
             (FinishUpdateRequest,),
             **optional,
         ),
-        route("/discard_weight_update", routes.discard, "Drop the open update", Message, **post),
+        route("/discard_weight_update", discarded, "Drop the open update", Message, **post),
         route("/update_weight_version", routes.rename, "Name the weights", Renamed, (RenameRequest,), **update),
         route("/weight_info", routes.info, "The version of the weights", WeightInfo, errors=ENGINES),
         route(
@@ -141,9 +149,16 @@ def weight_routes(models: Models, settings: HttpSettings) -> list[Route]:
             errors=(400, *ENGINES),
             query=WorldSizeQuery,
         ),
-        route("/start_draft_weight_update", routes.start_draft, "Refused", None, **refused),
-        route("/weight_checker", routes.checker, "Refused", None, **refused),
+        route("/start_draft_weight_update", _refusing(_NO_DRAFT, "draft_keeps_weights"), "Refused", None, **refused),
+        route("/weight_checker", _refusing(_NO_CHECKSUMS, "no_weight_checksums"), "Refused", None, **refused),
     ]
+
+
+def _refusing(text: str, code: str) -> Handler:
+    async def refuse(request: HttpRequest) -> Response:
+        raise ApiError(400, text, code=code)
+
+    return refuse
 
 
 class WeightRoutes:
@@ -161,10 +176,6 @@ class WeightRoutes:
         await self._call(request, Pause(mode=mode, kv=asked.kv, lease_s=asked.lease_s))
         return json_response(Paused("paused"))
 
-    async def resume(self, request: HttpRequest) -> Response:
-        await self._call(request, Resume())
-        return json_response(Paused("resumed"))
-
     async def is_paused(self, request: HttpRequest) -> Response:
         info = WeightInfo.of(await self._call(request, GetState()))
         return json_response(PauseStatus(info.paused))
@@ -178,10 +189,6 @@ class WeightRoutes:
         check_init_info(asked.init_info)
         await self._call_on(request, client, Connect(asked.init_info))
         return json_response(Message("Weight transfer initialized"))
-
-    async def shutdown(self, request: HttpRequest) -> Response:
-        await self._call(request, Disconnect())
-        return json_response(Message("Weight transfer shut down"))
 
     async def start(self, request: HttpRequest) -> Response:
         client = self._client(request)
@@ -210,32 +217,12 @@ class WeightRoutes:
         text = "Weight update finished"
         return json_response(FinishedUpdate(text, info.weight_version, info.serial, info.stored))
 
-    async def discard(self, request: HttpRequest) -> Response:
-        """Answer when no engine has an open update."""
-        await self._call(request, Discard())
-        return json_response(Message("Weight update discarded"))
-
     async def rename(self, request: HttpRequest) -> Response:
         client = self._client(request)
         asked = await parsed_body(RenameRequest, request, self._settings)
         new_version = str(asked.new_version)
         await self._call_on(request, client, Rename(new_version))
         return json_response(Renamed(new_version))
-
-    async def start_draft(self, request: HttpRequest) -> Response:
-        raise ApiError(
-            400,
-            "A draft keeps its weights here, which costs accepted tokens but changes none; leave this call out, or "
-            "serve with --draft ngram.",
-            code="draft_keeps_weights",
-        )
-
-    async def checker(self, request: HttpRequest) -> Response:
-        raise ApiError(
-            400,
-            "This server makes no checksums of weights; GET /weight_info has the version of each engine.",
-            code="no_weight_checksums",
-        )
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
@@ -248,6 +235,15 @@ class WeightRoutes:
         return json_response(WorldSize(sum(sizes) if asked.include_dp else max(sizes)))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def calling(self, call: Callable[[], WeightCall[Any]], answer: Message | Paused) -> Handler:
+        """Return a handler that answers when all engines have done a call without arguments."""
+
+        async def handle(request: HttpRequest) -> Response:
+            await self._call(request, call())
+            return json_response(answer)
+
+        return handle
 
     def _client(self, request: HttpRequest) -> EngineClient:
         """Return the client; raises the 403 of a page or a server that may not change weights, and the 503."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
+
+from serve_app.protocol.operation import Operation
 
 
 class _Line(Struct):
@@ -44,3 +47,6 @@ class OllamaStatus(Struct):
 
 class OllamaError(Struct):
     error: str
+
+
+OllamaOperation = partial(Operation, error=OllamaError)

@@ -15,12 +15,12 @@ from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaText
+from serve_app.apis.ollama.answers import OllamaChatLine, OllamaOperation, OllamaText
 from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
 from serve_app.protocol.dialects import dialect_of
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.sampling import SamplingFields
@@ -83,15 +83,8 @@ class OllamaChatEndpoint(OllamaEndpoint):
     """Messages in, a message out."""
 
     path, body_type, prompt_field = "/api/chat", OllamaChatRequest, "messages"
-    operation = Operation(
-        "Answer a chat, in Ollama's form",
-        OllamaChatLine,
-        (OllamaChatRequest,),
-        WHOLE_ANSWERS,
-        streams=True,
-        media_type=_LINES,
-        error=OllamaError,
-    )
+    _about = "Answer a chat, in Ollama's form", OllamaChatLine, (OllamaChatRequest,), WHOLE_ANSWERS
+    operation = OllamaOperation(*_about, streams=True, media_type=_LINES)
 
     def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         called = [

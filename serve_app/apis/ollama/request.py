@@ -1,7 +1,6 @@
 """The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-The chat's model checks the values.
-"""
+The chat's model checks the values."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import invalid, read_options, shown
+from runtime.output.fields import invalid, read_options
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.durations import Duration
 from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
-from serve_app.protocol.sampling import SamplingFields, check_last_n
-from serve_app.protocol.shapes import RequestModel, check_absent, only
+from serve_app.protocol.sampling import DrawFields, SamplingFields, check_last_n
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -28,35 +27,27 @@ KEEP_ALIVE = "keep_alive"
 _NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
-class OllamaOptions(RequestModel):
+class OllamaOptions(DrawFields, OpenRequestModel):
     """Sampling options. Other options are refused, or reported in a header, like fields of requests."""
 
-    model_config = ConfigDict(extra="allow")
+    refused = UNSUPPORTED_FIELDS
+    within = "options."
 
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
     stop: Any = None  # a text or several texts
     num_predict: int | None = None  # 0 and below mean the rest of the context
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
     def check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
-                problem = f"is {shown(value)}: it would change the answer but is not supported"
-                raise invalid(f"options.{name}", f"{problem}; {refused.instead}")
+        super().check()
         penalties = (self.repeat_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
         check_last_n("options.repeat_last_n", self.repeat_last_n if penalties else None)
 
     def fields(self) -> dict[str, Any]:
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""
-        same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
-        values = {name: getattr(self, name) for name in same}
+        values = {name: getattr(self, name) for name in (*DrawFields.model_fields, "stop")}
         values["top_k"] = None if self.top_k is None else max(self.top_k, 0)
         values["seed"] = None if self.seed == -1 else self.seed  # -1 is a random one
         values["repetition_penalty"] = self.repeat_penalty

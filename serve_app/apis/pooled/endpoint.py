@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.base.pooling import Pooling
 from runtime.base.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
-from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.output.vectors import embedding, scores, texts_of
 from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json
@@ -92,13 +91,14 @@ class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
 class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     """OpenAI's embeddings."""
 
-    paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
+    paths: ClassVar[tuple[str, ...]] = ("/v1/embeddings",)
+    id_prefix = "embd-"
+    request_type: type[EmbeddingRequest] = EmbeddingRequest
     operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), WHOLE_ANSWERS)
 
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
             raise ApiError(400, "This model makes scores, not embeddings; use /v1/rerank or /v1/score.", param="model")
-        check_dimensions(request.dimensions, pooling)
         return POOLING.prompts(request, model, pooling)
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
@@ -151,8 +151,8 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         return prepared.body("rerank", results=results)
 
 
-POOLING, EMBEDDINGS = PoolingEndpoint(), EmbeddingsEndpoint()
-POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EMBEDDINGS, POOLING, ScoreEndpoint(), RerankEndpoint())
+POOLING = PoolingEndpoint()
+POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EmbeddingsEndpoint(), POOLING, ScoreEndpoint(), RerankEndpoint())
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -227,13 +227,4 @@ def _checked(ids: list[int], limit: int, where: str) -> list[int]:
 
 def _encoding(name: str) -> Any:
     """Return the function that makes a vector a JSON value: a list of numbers, or their bytes in base64."""
-    return _as_bytes if name == "base64" else _as_list
-
-
-def _as_list(vector: NDArray[np.float32]) -> list[float]:
-    found: list[float] = vector.tolist()
-    return found
-
-
-def _as_bytes(vector: NDArray[np.float32]) -> bytes:
-    return vector.tobytes()
+    return np.ndarray.tobytes if name == "base64" else np.ndarray.tolist

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import model_validator
 
-from runtime.base.pooling import Pooling
 from runtime.output.vectors import embedding
-from serve_app.apis.llama_cpp.answers import LlamaError
-from serve_app.apis.pooled.endpoint import EMBEDDINGS, PooledEndpoint, PreparedPooling
+from serve_app.apis.llama_cpp.answers import LlamaOperation
+from serve_app.apis.pooled.endpoint import EmbeddingsEndpoint, PreparedPooling
 from serve_app.apis.pooled.request import EmbeddingRequest
 from serve_app.protocol.answers import encode_json
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
-from serve_app.protocol.prepared_request import ServedModel
+from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.shapes import only
 
 
@@ -37,21 +35,14 @@ class LlamaEmbeddingRequest(EmbeddingRequest):
         return value
 
 
-class LlamaEmbeddingEndpoint(PooledEndpoint[LlamaEmbeddingRequest]):
+class LlamaEmbeddingEndpoint(EmbeddingsEndpoint):
     """Vectors for one text or several, each in its own list."""
 
-    paths, request_type, id_prefix = ("/embedding", "/embeddings"), LlamaEmbeddingRequest, "embd-"
-    operation = Operation(
-        "Vectors of texts, in llama.cpp's form",
-        list[LlamaEmbedding],
-        (LlamaEmbeddingRequest,),
-        WHOLE_ANSWERS,
-        error=LlamaError,
+    paths, request_type = ("/embedding", "/embeddings"), LlamaEmbeddingRequest
+    operation = LlamaOperation(
+        "Vectors of texts, in llama.cpp's form", list[LlamaEmbedding], (LlamaEmbeddingRequest,), WHOLE_ANSWERS
     )
 
-    def prompts(self, request: LlamaEmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
-        return EMBEDDINGS.prompts(request, model, pooling)
-
-    def answer(self, prepared: PreparedPooling[LlamaEmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
+    def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
         vectors = (embedding(p, prepared.pooling, prepared.request.dimensions).tolist() for p in pooled)
         return encode_json([{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors)])

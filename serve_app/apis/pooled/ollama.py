@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from pydantic import model_validator
 
-from runtime.base.pooling import Pooling
 from runtime.output.vectors import embedding
-from serve_app.apis.ollama.answers import OllamaError
-from serve_app.apis.pooled.endpoint import EMBEDDINGS, PooledEndpoint, PreparedPooling
+from serve_app.apis.ollama.answers import OllamaOperation
+from serve_app.apis.pooled.endpoint import EmbeddingsEndpoint, PreparedPooling
 from serve_app.apis.pooled.request import EmbeddingRequest
 from serve_app.protocol.answers import encode_json
-from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
-from serve_app.protocol.prepared_request import ServedModel
+from serve_app.protocol.operation import WHOLE_ANSWERS
 
 
 class OllamaEmbeddings(msgspec.Struct):
@@ -55,37 +53,28 @@ class OllamaEmbeddingRequest(OllamaEmbedRequest):
         return "prompt", 1
 
 
-class OllamaEmbedEndpoint(PooledEndpoint[OllamaEmbedRequest]):
+class OllamaEmbedEndpoint(EmbeddingsEndpoint):
     """Vectors of one text or several."""
 
-    paths, id_prefix = ("/api/embed",), "embd-"
-    request_type: type[OllamaEmbedRequest] = OllamaEmbedRequest
-    operation = Operation(
-        "Vectors of texts, in Ollama's form", OllamaEmbeddings, (OllamaEmbedRequest,), WHOLE_ANSWERS, error=OllamaError
+    paths, request_type = ("/api/embed",), OllamaEmbedRequest
+    operation = OllamaOperation(
+        "Vectors of texts, in Ollama's form", OllamaEmbeddings, (OllamaEmbedRequest,), WHOLE_ANSWERS
     )
 
-    def prompts(self, request: OllamaEmbedRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
-        return EMBEDDINGS.prompts(request, model, pooling)
-
-    def answer(self, prepared: PreparedPooling[OllamaEmbedRequest], pooled: Sequence[bytes]) -> bytes:
+    def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
         vectors = [embedding(p, prepared.pooling, prepared.request.dimensions).tolist() for p in pooled]
         num_tokens = sum(request.prompt_len for request in prepared.requests)
         durations = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": num_tokens}
         return encode_json({"model": prepared.model.name, "embeddings": vectors, **durations})
 
 
-class OllamaEmbeddingEndpoint(OllamaEmbedEndpoint):
+class OllamaEmbeddingEndpoint(EmbeddingsEndpoint):
     """The vector of one text."""
 
-    paths = ("/api/embeddings",)
-    request_type: type[OllamaEmbedRequest] = OllamaEmbeddingRequest
-    operation = Operation(
-        "The vector of a text, in Ollama's form",
-        OllamaEmbedding,
-        (OllamaEmbeddingRequest,),
-        WHOLE_ANSWERS,
-        error=OllamaError,
+    paths, request_type = ("/api/embeddings",), OllamaEmbeddingRequest
+    operation = OllamaOperation(
+        "The vector of a text, in Ollama's form", OllamaEmbedding, (OllamaEmbeddingRequest,), WHOLE_ANSWERS
     )
 
-    def answer(self, prepared: PreparedPooling[OllamaEmbedRequest], pooled: Sequence[bytes]) -> bytes:
+    def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
         return encode_json({"embedding": embedding(pooled[0], prepared.pooling).tolist()})

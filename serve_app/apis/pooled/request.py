@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from runtime.output.fields import invalid
 from serve_app.apis.completions.request import PromptValue, prompts_of
 from serve_app.protocol.other_servers import UnsupportedField, refused_fields
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list_of
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TextOrList, text_or_list_of
 
 _REFUSED = refused_fields(
     {
@@ -22,8 +22,7 @@ _REFUSED = refused_fields(
 )
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[
-    Annotated[_Text, Tag("<text>")] | Annotated[list[_Text], Field(min_length=1, fail_fast=True), Tag("<list>")],
-    text_or_list_of("texts"),
+    TextOrList[_Text, Annotated[list[_Text], Field(min_length=1, fail_fast=True)]], text_or_list_of("texts")
 ]
 
 
@@ -38,9 +37,8 @@ class PooledFields(OpenRequestModel):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
-        None  # kept from the start; -1 keeps what fits
-    )
+    # kept from the start; -1 keeps what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
 
     def count(self) -> tuple[str, int]:
         """Return the field with the texts, and their number."""

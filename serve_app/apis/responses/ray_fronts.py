@@ -1,7 +1,6 @@
 """Access to stored responses in a Serve application's other fronts, by Ray calls.
 
-A response's id contains its front's id, from which the name of the front's actor follows.
-"""
+A response's id contains its front's id, from which the name of the front's actor follows."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
@@ -26,7 +26,7 @@ from serve_app.apis.responses.tools import AnyFlatTool, FlatToolChoice, OfferedT
 from serve_app.protocol.dialects import RESPONSES, Metadata
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of
+from serve_app.protocol.shapes import RequestModel, TextOrList, hosted, only, or_default, text_or_list_of
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -75,8 +75,7 @@ class ResponsesChat(ChatRequest):
 
 
 _Input = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
-    text_or_list_of("items"),
+    TextOrList[str, Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]], text_or_list_of("items")
 ]
 _Include = Literal[
     "message.output_text.logprobs",
@@ -202,17 +201,9 @@ class ResponsesRequest(SamplingFields):
 _BLANK_CHAT = ResponsesChat.model_construct()
 
 # Fields with the same name and meaning in a chat.
+_OTHERS = """
+    stream stream_options n response_format prompt_logprobs return_token_ids return_prompt_token_ids detokenize
+    routed_experts"""
 _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
-    SamplingFields.model_fields.keys()
-    - {
-        "stream",
-        "stream_options",
-        "n",
-        "response_format",
-        "prompt_logprobs",
-        "return_token_ids",
-        "return_prompt_token_ids",
-        "detokenize",
-        "routed_experts",
-    }
+    SamplingFields.model_fields.keys() - set(_OTHERS.split())
 )

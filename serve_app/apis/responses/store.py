@@ -7,8 +7,7 @@ A response's id names its front. A response is removed at the first of these eve
 - its client deletes it
 - its front ends
 
-Nothing is written to a disk.
-"""
+Nothing is written to a disk."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
+from pydantic import Discriminator, Field, Tag, field_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid
 from runtime.output.tools import (
-    KIND_OR_HOSTED,
     AnyTool,
     ChosenCustomTool,
     ChosenFunction,
@@ -22,6 +21,7 @@ from runtime.output.tools import (
     InputFormat,
     InputGrammar,
     Name,
+    OrHosted,
     Tool,
 )
 from serve_app.protocol.shapes import RequestModel, type_of
@@ -29,10 +29,8 @@ from serve_app.protocol.shapes import RequestModel, type_of
 _MAX_NAME = 128  # characters that this API allows
 
 
-class FunctionTool(Options):
+class FunctionTool(RequestModel):
     """A function; a chat nests these fields under `function`."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"]
     name: Name
@@ -67,10 +65,8 @@ class CustomFormat(Options):
         return InputFormat(type=self.type, grammar=InputGrammar(syntax=self.syntax, definition=self.definition))
 
 
-class FlatCustomTool(Options):
+class FlatCustomTool(RequestModel):
     """A custom tool; a chat nests these fields under `custom`."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["custom"]
     name: Name
@@ -86,18 +82,11 @@ class FlatCustomTool(Options):
         return CustomTool(type="custom", custom=Custom(name=self.name, description=self.description, format=form))
 
 
-_FlatTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[FlatCustomTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
-]
+_FlatTool = OrHosted[FunctionTool, FlatCustomTool]
 
 
-class NamespaceTool(Options):
+class NamespaceTool(RequestModel):
     """Tools under a common name. The model sees each as a tool that bears both names."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["namespace"]
     name: Name
@@ -117,18 +106,10 @@ class NamedTool(RequestModel):
     namespace: str | None = None
 
 
-_NamedOrHosted = Annotated[
-    Annotated[NamedTool, Tag("<function>")]
-    | Annotated[NamedTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
-]
-
-
 class FlatAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedOrHosted], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[OrHosted[NamedTool, NamedTool]], Field(min_length=1, fail_fast=True)]
 
 
 def _kind_of_choice(value: Any) -> str | None:

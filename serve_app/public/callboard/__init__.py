@@ -6,8 +6,7 @@ for answer in LLM("Qwen/Qwen3-0.6B").generate(["Once upon a time"], SamplingPara
     print(answer.text)
 
 Callboard's packages `runtime`, `actors` and `serve_app` are found in their own place, even next to your own
-`runtime.py`. After `import callboard` these names are Callboard's in the whole process.
-"""
+`runtime.py`. After `import callboard` these names are Callboard's in the whole process."""
 
 from __future__ import annotations
 

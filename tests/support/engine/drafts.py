@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, check_integrity
 from tests.support.engine.whole import whole_draft
 

@@ -12,8 +12,9 @@ from zlib import crc32
 import numpy as np
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
 from runtime.base.kv_cache_spec import KVCacheSpec
+from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Experts, PromptScores, TokenLogprobs, Vector
 from runtime.base.types import FinishReason, Request, StepOutput
 from runtime.core.engine import EngineCore

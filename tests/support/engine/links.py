@@ -8,7 +8,8 @@ from dataclasses import replace
 from actors.engine.loop import EngineLoop
 from actors.front.engine_group import EngineGroup
 from actors.runners.step_channel import RunnersLost
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, SamplingParams
 from runtime.base.weight_version import WeightVersion
 from runtime.loading.adapter_files import read_adapter

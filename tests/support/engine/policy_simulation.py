@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request, SamplingParams
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.request_state import NEVER, RequestState

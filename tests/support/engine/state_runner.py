@@ -1,12 +1,12 @@
 """A runner with recurrent states. A wrong state changes every later sample.
 
 States are hashes in which the form of a token counts: one hash for tokens of chunks, another for single steps. The
-runner stores them as kernels do (runtime/kernels/states/state_rows.py): the state lags behind a ring of last tokens."""
+runner stores them as kernels do (runtime/kernels/step/state_rows.py): the state lags behind a ring of last tokens."""
 
 import numpy as np
 
 from runtime.base.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
-from runtime.kernels.states.state_rows import LAG, MOST_PENDING
+from runtime.kernels.step.state_rows import LAG, MOST_PENDING
 from tests.support.engine.fake_runner import FakeRunner, mix
 
 STEP = 1 << 40  # added to a token that is computed as a single step

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.assembly.engine import extras_of
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra, Extras

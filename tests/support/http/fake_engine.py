@@ -26,7 +26,7 @@ from actors.wire.weight_calls import (
     WeightCall,
     WeightState,
 )
-from runtime.base.config import ModelInfo
+from runtime.base.model_info import ModelInfo
 from runtime.base.pooling import Pooling
 from runtime.base.reports import Experts, TokenLogprobs, Vector, Verified
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput

@@ -60,7 +60,7 @@ from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton  # noqa: E402
 from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
-from runtime.kernels.states.state_rows import ConvState  # noqa: E402
+from runtime.kernels.step.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.base.kv_cache_spec import RING
-from runtime.kernels.states.state_rows import DeltaForm, DeltaState, StateRows
+from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
 
 
 class Heads(NamedTuple):

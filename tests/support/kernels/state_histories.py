@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.base.kv_cache_spec import CHUNK, RING, StateGroupSpec
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule import delta_rule_triton
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
-from runtime.kernels.states.state_rows import DeltaForm, StateRows
+from runtime.kernels.step.state_rows import DeltaForm, StateRows
 from runtime.worker.state_cache import StateCache
 
 _FINAL = 3  # single steps at the end, after which the stored state does not depend on the rows before

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from runtime.assembly.runner import build_runner
-from runtime.base.config import EngineConfig, ModelInfo
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
 from runtime.core.plan import StepPlan, StepResult
 from runtime.worker.runner import ModelRunner

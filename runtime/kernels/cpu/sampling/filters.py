@@ -30,6 +30,7 @@ from runtime.kernels.llvm.language import (
 )
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.llvm.mathematics import exp
+from runtime.kernels.sampling.top_k_top_p import Filters
 
 _LANES = 16
 _RANGES = (8.0, 16.0, math.inf)  # distances below the best logit
@@ -79,12 +80,10 @@ def _either(a: Value, b: Value) -> Value:
 def top_k_top_p_bounds(
     launcher: Launcher,
     logits: torch.Tensor,  # [n, vocab] float32, already divided by the temperature
-    top_k: torch.Tensor,  # [n] int64, 0 is off
-    top_p: torch.Tensor,  # [n] float32, 1 is off
-    min_p: torch.Tensor,  # [n] float32, 0 is off
+    filters: Filters,
 ) -> torch.Tensor:
     """[n] float32: the least logit that survives top-k, then top-p among the survivors, and min-p."""
-    rows = zip(logits, top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    rows = zip(logits, *(parameter.tolist() for parameter in filters), strict=True)
     return torch.tensor([_bound(launcher, *row) for row in rows])
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from runtime.kernels.cpu.states.convolution import convolution
 from runtime.kernels.cpu.states.delta_rule import delta_inputs, delta_rule
 from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.kernels.states.state_rows import ConvState, DeltaForm, DeltaState, StateRows
+from runtime.kernels.operation import Operation
+from runtime.kernels.states.operations import CAUSAL_CONV, DELTA_RULE, SHORT_CONV
+from runtime.kernels.step.state_rows import ConvState, DeltaForm, DeltaState, StateRows
 
 
 class CompiledStates:
@@ -15,6 +20,10 @@ class CompiledStates:
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
+
+    def implementations(self) -> dict[Operation[..., Any], Callable[..., Any]]:
+        """Compiled kernels by operation."""
+        return {CAUSAL_CONV: self.causal_conv, SHORT_CONV: self.short_conv, DELTA_RULE: self.delta_rule}
 
     def causal_conv(
         self,

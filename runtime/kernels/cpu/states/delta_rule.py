@@ -40,7 +40,7 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 from runtime.kernels.llvm.mathematics import exp, log, sigmoid
-from runtime.kernels.states.state_rows import LAG, MOST_PENDING
+from runtime.kernels.step.state_rows import LAG, MOST_PENDING
 
 NORM_EPS = 1e-6  # q's and k's
 

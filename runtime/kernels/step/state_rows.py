@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.base.config import MAX_DRAFT_TOKENS
 from runtime.base.kv_cache_spec import RING
+from runtime.base.types import MAX_DRAFT_TOKENS
 
 LAG = 1  # last tokens before a row that its stored state leaves out: the step before it may be planned again
 MOST_PENDING = LAG + 1 + MAX_DRAFT_TOKENS  # tokens in the ring that the state does not have yet
