@@ -7,12 +7,11 @@ import torch
 
 from benchmarks.library.models import spec_of
 from runtime.kernels.attention import latent_expanded
-from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
+from runtime.kernels.attention.latent_attention import latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, paged_attention_torch
-from tests.support.kernels.attention_cases import rows_of
-from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
+from tests.support.kernels.latent_cases import LatentSizes, latent_case
 from tests.support.models.family_steps import logits_of
 from tests.support.models.runner_driver import Driver, tiny_runner
 from tests.support.models.specs import changed
@@ -20,18 +19,6 @@ from tests.support.models.specs import changed
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 SIZES = [LatentSizes(16, 512, 64, 128), LatentSizes(20, 512, 64, 192), LatentSizes(128, 512, 64, 128)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [*SIZES, LatentSizes(5, 96, 16)])
-def test_attention(sizes, dtype):
-    lengths = [0, 62, 63, 64, 133, 700, 2047, 5000]
-    check_latents(latent_case([(n, 1) for n in lengths], sizes, 16, dtype, "cuda", padding_rows=3), sizes, 0.05)
-    check_latents(latent_case([(n, 1) for n in lengths[:5] * 40], sizes, 32, dtype, "cuda"), sizes, 0.05)
-    check_latents(latent_case([(3000, 1)], sizes, 64, dtype, "cuda"), sizes, 0.05)
-    spans = [(0, 1), (0, 71), (65, 133), (129, 1), (1500, 60), (0, 213)]
-    check_latents(latent_case(spans, sizes, 16, dtype, "cuda"), sizes, 0.05)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -60,21 +47,6 @@ def test_products_of_heads(num_tokens, deterministic):
     assert (got.double() - want).norm() / want.norm() < 4e-3
     if deterministic:
         assert torch.equal(head_product_triton(x[-1:], weight, True), got[-1:])
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_deterministic_bits_depend_only_on_the_token(sizes):
-    over_latents, q, kv, rows = latent_case([(0, 1300)], sizes, 16, torch.bfloat16, "cuda")
-
-    def attend(spans: list[tuple[int, int]]) -> torch.Tensor:
-        tokens, part = rows_of(rows, spans)
-        rope = q[tokens][..., sizes.nope_dim :]
-        return attend_rows(over_latents[tokens], rope, kv, part, scale=0.05, deterministic=True)
-
-    want = attend([(0, 1300)])
-    assert torch.equal(torch.cat((attend([(0, 7), (7, 600)]), attend([(607, 693)]))), want)
-    assert torch.equal(attend([(i, 1) for i in range(1200, 1300)]), want[1200:])
-    assert torch.equal(attend([(1299, 1)]), want[1299:])
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])

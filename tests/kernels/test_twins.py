@@ -9,10 +9,10 @@ import torch
 
 from tests.kernels.backends import BACKENDS, Backend, functions
 from tests.kernels.case import Case, Outputs
-from tests.kernels.cases import attention, rows, stores
+from tests.kernels.cases import attention, latents, rows, stores
 from tests.support.kernels.compiled import targets
 
-CASES = [*rows.CASES, *stores.CASES, *attention.CASES]
+CASES = [*rows.CASES, *stores.CASES, *attention.CASES, *latents.CASES]
 
 
 def each(*names: str, when=lambda case: True):

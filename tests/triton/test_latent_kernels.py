@@ -12,44 +12,7 @@ from runtime.kernels.attention.latent_heads import head_product_torch, head_prod
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import PagedBatch
 from tests.support.kernels.attention_cases import rows_of
-from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
-
-SIZES = [LatentSizes(1, 32, 16), LatentSizes(3, 20, 6), LatentSizes(20, 48, 8), LatentSizes(70, 16, 4)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_rows_of_one_token(sizes, dtype):
-    check_latents(latent_case([(0, 1), (62, 1), (133, 1)], sizes, dtype=dtype, padding_rows=1), sizes)
-    check_latents(latent_case([(100, 1)], sizes, dtype=dtype), sizes)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_rows_of_many_tokens(sizes):
-    long = 71 if sizes.num_heads < 20 else 9
-    check_latents(latent_case([(0, long), (65, long // 2), (129, 1), (0, 0)], sizes), sizes)
-    check_latents(latent_case([(70, 3), (0, 3), (63, 1)], sizes, block_size=3), sizes)
-
-
-def test_positions_in_several_segments():
-    sizes = LatentSizes(3, 16, 4)
-    check_latents(latent_case([(1300, 1), (20, 1)], sizes, block_size=64), sizes)
-    over_latents, q, kv, rows = latent_case([(600, 2)], sizes)
-    rows.max_len = 1 << 17
-    check_latents((over_latents, q, kv, rows), sizes)
-
-
-def test_rows_behind_other_tokens_keep_the_others():
-    sizes = LatentSizes(3, 16, 4)
-    over_latents, q, kv, rows = latent_case([(0, 1), (40, 1), (20, 9)], sizes)
-    want = attend_rows(over_latents, q[..., 12:], kv, rows, scale=0.1)
-    over_latents, q = (torch.cat((torch.full((5, *x.shape[1:]), torch.nan), x)) for x in (over_latents, q))
-    rows.q_starts, rows.num_tokens = rows.q_starts + 5, rows.num_tokens + 5
-    for deterministic in (False, True):
-        out = torch.full_like(over_latents, 7.0)
-        attend_rows(over_latents, q[..., 12:], kv, rows, scale=0.1, deterministic=deterministic, out=out)
-        assert (out[:5] == 7.0).all()
-        torch.testing.assert_close(out[5:], want, rtol=0, atol=1e-5)
+from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
 
 def test_deterministic_bits_depend_only_on_the_token():

@@ -37,24 +37,34 @@ def spans_of(rows: PagedRows) -> Spans:
     return list(zip(rows.starts.tolist(), rows.q_starts.diff().tolist(), strict=True))
 
 
-def attend(kernels: Any, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, *others: Any) -> torch.Tensor:
-    """Attention with the backend's plan of the rows."""
+def single_tokens(rows: PagedRows) -> PagedRows:
+    """Each token alone. Positions that it does not see cannot matter."""
+    counts = rows.q_starts.diff().tolist()
+    return rows_of(rows, [(row, i, 1) for row, count in enumerate(counts) for i in range(count)], False)
+
+
+def plan_of(kernels: Any, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> Any:
+    """The rows as the backend plans them."""
     counts = [count for _, count in spans_of(rows)]
-    if kernels.name == "reference":  # each token alone: what it does not see cannot matter
-        tokens = [(row, i, 1) for row, count in enumerate(counts) for i in range(count)]
-        return paged_attention_torch(q, kv, rows_of(rows, tokens, False), *others)
     if kernels.name == "triton":
-        return kernels[ops.ATTENTION](q, kv, PagedBatch(len(q), parts_of(rows, counts)), *others)
+        return PagedBatch(len(q), parts_of(rows, counts))
     full = [row for row, count in enumerate(counts) if count]
     starts, counts = rows.starts[full].numpy(), np.array(counts, np.int32)[full]
     tables = rows.tables[rows.slots[full].long()]
     tables = torch.where(tables < kv.shape[2], tables, 0).int().contiguous()
     if kernels.name == "llvm":
-        tiles = torch.from_numpy(attention_tiles(starts, counts, np.arange(len(full))))
-        return kernels[ops.ATTENTION](q, kv, TiledRows(len(q), tiles, tables), *others)
-    kv, others = kv.float().nan_to_num().to(kv.dtype), (others[0], *(x.nan_to_num() for x in others[1:]))
+        return TiledRows(len(q), torch.from_numpy(attention_tiles(starts, counts, np.arange(len(full)))), tables)
     shape = AttentionShape(q.shape[1], kv.shape[1], kv.shape[2], kv.shape[3], q.dtype, q.device, kernels.deterministic)
-    return kernels[ops.ATTENTION](q, kv, plan_attention(tables.numpy(), starts, counts, shape), *others)
+    return plan_attention(tables.numpy(), starts, counts, shape)
+
+
+def attend(kernels: Any, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, *others: Any) -> torch.Tensor:
+    """Attention with the backend's plan of the rows."""
+    if kernels.name == "reference":
+        return paged_attention_torch(q, kv, single_tokens(rows), *others)
+    if kernels.name == "torch":  # its caches are zeros before they are written
+        kv, others = kv.float().nan_to_num().to(kv.dtype), (others[0], *(x.nan_to_num() for x in others[1:]))
+    return kernels[ops.ATTENTION](q, kv, plan_of(kernels, q, kv, rows), *others)
 
 
 def parts_of(rows: PagedRows, counts: list[int]) -> list[PagedRows]:
@@ -91,7 +101,7 @@ def cut(arguments: Sequence[Any]) -> Iterator[tuple[slice | list[int], Sequence[
     known = rows.tables < kv.shape[2]
     tables = torch.where(known, torch.argsort(moved)[torch.where(known, rows.tables, 0).long()], rows.tables).int()
     form, *scales = others
-    scales = [x if x is None or x.dim() == 2 else x[:, moved].contiguous() for x in scales]
+    scales = [x if not isinstance(x, torch.Tensor) or x.dim() != 4 else x[:, moved].contiguous() for x in scales]
     yield slice(None), (q, kv[:, :, moved].contiguous(), replace(rows, tables=tables), form, *scales)
 
 
@@ -121,7 +131,7 @@ def attention(
     def arguments(draw: Draw):
         rng = np.random.default_rng(draw.seed)
         own = spans or [(int(rng.integers(200)), int(rng.integers(1, 40))) for _ in range(rng.integers(1, 5))]
-        own = sorted(own, key=lambda span: (span[1] != 1, span[0] * (span[1] == 1)))  # as in a step
+        own = sorted(own, key=lambda span: (span[1] != 1, span[0] * (span[1] == 1)))  # the order of a step
         q, kv, rows = paged_case(own, heads, block, draw.dtype, draw.device, draw.seed, padding)
         for name, bound in (bounds or {}).items():
             setattr(rows, name, bound)

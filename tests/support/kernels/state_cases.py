@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from runtime.base.kv_cache_spec import RING
-from runtime.kernels.states.causal_conv_torch import causal_conv_torch
-from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
-
-NEAR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # error of all numbers, over their norm
 
 
 class Heads(NamedTuple):
@@ -32,7 +28,6 @@ class Heads(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-SMALL = Heads(1, 2, 16, 16)
 QWEN = Heads(16, 32, 128, 128)
 
 
@@ -131,69 +126,3 @@ def layer_of(conv: Callable[..., torch.Tensor], rule: Callable[..., torch.Tensor
         return rule(mixed, inputs.z, inputs.gates, DeltaForm(*weights[1:], 1e-6, tiled), rows, state)
 
     return layer
-
-
-twin = layer_of(causal_conv_torch, delta_rule_torch)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of all numbers, over their norm."""
-    return float((got.double() - want.double()).norm() / (want.double().norm() + 1e-30))
-
-
-def own_memory(state: DeltaState, span: Span) -> dict[str, torch.Tensor]:
-    """What a later row may read of a request's memory: the state of all its tokens, and the last inputs."""
-    assert span.slot is not None
-    own, end, matrix = span.slot + 1, span.start + span.count, state.state[span.slot + 1].clone()
-    covered = int(state.positions[own, 0])
-    assert (state.positions[own] == covered).all()
-    for place in (position % RING for position in range(covered, end)):
-        matrix *= state.decays[span.slot, :, place][:, None, None]
-        matrix += state.keys[span.slot, :, place][:, :, None] * state.values[span.slot, :, place][:, None]
-    places = [position % RING for position in range(max(end - RING, span.start - 3, 0), end)]
-    return {"state": matrix, "positions": state.positions[own], "inputs": state.inputs[own, places]}
-
-
-def check_memory(got: DeltaState, want: DeltaState, spans: list[Span], near: float) -> None:
-    """The memory of each row's request, and its snapshot."""
-    for span in spans:
-        if span.slot is None:
-            continue
-        mine, other = own_memory(got, span), own_memory(want, span)
-        assert torch.equal(mine["positions"], other["positions"]), span
-        assert torch.equal(mine["inputs"], other["inputs"]), span
-        assert error(mine["state"], other["state"]) < near, span
-        if span.snapshot:
-            assert torch.equal(got.inputs[span.snapshot], want.inputs[span.snapshot]), span
-            assert torch.equal(got.positions[span.snapshot], want.positions[span.snapshot]), span
-            assert error(got.state[span.snapshot], want.state[span.snapshot]) < near, span
-
-
-def equal_memory(got: DeltaState, want: DeltaState) -> bool:
-    """True if all bits agree."""
-
-    def bits(state: Any, name: str) -> torch.Tensor:
-        return getattr(state, name).contiguous().view(torch.uint8)
-
-    return all(torch.equal(bits(got, field.name), bits(want, field.name)) for field in fields(DeltaState))
-
-
-class Layers:
-    """One layer by an implementation and by the twins, each with a memory of its own."""
-
-    def __init__(self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu") -> None:
-        torch.manual_seed(0)
-        self.layer, self.heads, self.dtype, self.num_slots, self.device = layer, heads, dtype, num_slots, device
-        self.weights = make_weights(heads, dtype, device)
-        self.mine = make_state(heads, 2 * num_slots + 1, num_slots, dtype, device)
-        self.other = clone(self.mine)
-
-    def step(self, spans: list[Span], steps_only: bool = False) -> None:
-        """Compare outputs and memory after one step. Rows of the null slot may be anything."""
-        rows = make_rows(spans, self.num_slots, self.device, steps_only)
-        inputs = make_inputs(self.heads, rows.num_tokens, self.dtype, self.device)
-        got = self.layer(inputs, self.weights, rows, self.mine, self.heads.tiled)
-        want = twin(inputs, self.weights, rows, self.other, self.heads.tiled)
-        own = torch.cat([torch.full((span.count,), span.slot is not None) for span in spans])
-        assert error(got[own], want[own]) < NEAR[self.dtype], spans
-        check_memory(self.mine, self.other, spans, NEAR[self.dtype])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,25 @@ from hypothesis import strategies as st
 
 from runtime.base.kv_cache_spec import CHUNK, RING, StateGroupSpec
 from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
+from runtime.kernels.states.delta_rule import delta_rule_triton
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.step.state_rows import DeltaForm, StateRows
 from runtime.worker.state_cache import StateCache
 
 _FINAL = 3  # single steps at the end, after which the stored state does not depend on the rows before
+
+
+class Place(NamedTuple):
+    """Where a layer computes."""
+
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    padded: bool = False  # steps have rows of the null slot, as graphs have, and steps of drafts are `steps_only`
+
+
+CPU = Place()
 
 
 @dataclass(frozen=True)
@@ -43,21 +56,21 @@ class Layer:
             return heads + 2 * self.value_heads
         return self.channels * (3 if self.kind == "short_conv" else 1)
 
-    def cache(self, num_states: int, num_slots: int) -> StateCache:
+    def cache(self, num_states: int, num_slots: int, place: Place = CPU) -> StateCache:
         """A cache that holds NaN."""
         delta = (self.value_heads, self.key_dim, self.value_dim) if self.kind == "delta_rule" else ()
-        spec = StateGroupSpec((0,), self.channels, "float32", *delta)
-        cache = StateCache(spec, num_states, num_slots, torch.device("cpu"))
+        spec = StateGroupSpec((0,), self.channels, str(place.dtype).removeprefix("torch."), *delta)
+        cache = StateCache(spec, num_states, num_slots, torch.device(place.device))
         cache.rows.fill_(0xFF)
         cache._pending.fill_(torch.nan)
         return cache
 
-    def operation(self, operations: Any) -> Callable[[torch.Tensor, StateRows, Any], torch.Tensor]:
+    def operation(self, operations: Any, place: Place = CPU) -> Callable[[torch.Tensor, StateRows, Any], torch.Tensor]:
         """The layer with the operations of `operations`, of tokens [num_tokens, size_in]."""
         generator = torch.Generator().manual_seed(7)
 
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+        def draw(*shape: int, dtype: torch.dtype = place.dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(place.device, dtype)
 
         if self.kind != "delta_rule":
             weight, bias = draw(self.channels, self.width), draw(self.channels) if self.has_bias else None
@@ -65,7 +78,8 @@ class Layer:
             return lambda x, rows, state: apply(x, weight, bias, rows, state)
         heads, of_value = self.value_heads, self.value_heads * self.value_dim
         sizes = [2 * self.key_heads * self.key_dim + of_value, of_value, 2 * heads]
-        form = DeltaForm(draw(heads), draw(heads), draw(self.value_dim), 1e-6, self.tiled)
+        decay_log, decay_bias = draw(heads, dtype=torch.float32), draw(heads, dtype=torch.float32)
+        form = DeltaForm(decay_log, decay_bias, draw(self.value_dim), 1e-6, self.tiled)
 
         def delta(x: torch.Tensor, rows: StateRows, state: Any) -> torch.Tensor:
             qkv, z, gates = x.split(sizes, 1)
@@ -92,6 +106,13 @@ class Twins:
 
     causal_conv, short_conv = staticmethod(causal_conv_torch), staticmethod(short_conv_torch)
     delta_rule = staticmethod(delta_rule_torch)
+
+
+class Kernels:
+    """The operations of Triton."""
+
+    causal_conv, short_conv = staticmethod(causal_conv_triton), staticmethod(short_conv_triton)
+    delta_rule = staticmethod(delta_rule_triton)
 
 
 @dataclass
@@ -126,13 +147,16 @@ class Request:
         return Request(self.prompt_len, rows + [(1, 1)] * (self.num_tokens - chunks), self.snapshot, self.seed)
 
 
-def play(layer: Layer, requests: list[Request], operations: Any, rows_per_step: int = 3) -> StateCache:
+def play(
+    layer: Layer, requests: list[Request], operations: Any, rows_per_step: int = 3, place: Place = CPU
+) -> StateCache:
     """Compute all rows, some of them together, and then single steps. Fills `outputs`."""
-    cache = layer.cache(2 * len(requests) + 1, len(requests))
-    apply, state = layer.operation(operations), cache.layers[0]
+    cache = layer.cache(2 * len(requests) + 1, len(requests), place)
+    apply, state = layer.operation(operations, place), cache.layers[0]
     places = torch.zeros(len(requests) + 1, 4, dtype=torch.int32)
     for slot, request in enumerate(requests):
         places[slot] = torch.tensor((2 * slot + 1, request.prompt_len - 1, request.snapshot, 2 * slot + 2))
+    places[-1, 1] = 1 << 30
     waiting = deque((slot, deque([*request.rows, *[(1, 1)] * _FINAL])) for slot, request in enumerate(requests))
     while waiting:
         step, later = [], []
@@ -141,23 +165,29 @@ def play(layer: Layer, requests: list[Request], operations: Any, rows_per_step: 
             step.append((slot, requests[slot].start, *rows.popleft()))
             later += [(slot, rows)] if rows else []
         waiting += later
-        tokens = torch.cat([requests[slot].inputs(layer.size_in, *own) for slot, *own in step])
-        own_rows = state_rows([own[:3] for own in step], places)
+        is_decode = all(start >= requests[slot].prompt_len - 1 for slot, start, _, _ in step)
+        steps_only = place.padded and is_decode and max(count for _, _, count, _ in step) <= MAX_DRAFT_TOKENS + 1
+        padding = [(len(requests), 0, count) for count in ((1, 1) if steps_only else (30,)) if place.padded]
+        numbers = [requests[slot].inputs(layer.size_in, *own) for slot, *own in step]
+        numbers += [torch.ones(count, layer.size_in) for _, _, count in padding]
+        tokens = torch.nn.functional.pad(torch.cat(numbers), (0, 16)).to(place.device, place.dtype)[:, :-16]
+        own_rows = state_rows([*(own[:3] for own in step), *padding], places, place.device, steps_only)
         out = apply(tokens, own_rows, state).clone()
-        if all(start >= requests[slot].prompt_len - 1 for slot, start, _, _ in step):
+        if is_decode:
             out = apply(tokens, own_rows, state).clone()  # a step may be planned again
-        for own_out, (slot, _, _, accepted) in zip(out.split([own[2] for own in step]), step, strict=True):
+        outs = out.split([own[2] for own in [*step, *padding]])
+        for own_out, (slot, _, _, accepted) in zip(outs, step, strict=False):
             requests[slot].outputs += own_out[:accepted]
             requests[slot].start += accepted
     return cache
 
 
 def played(
-    layer: Layer, given_requests: list[Request], operations: Any, rows_per_step: int = 3
+    layer: Layer, given_requests: list[Request], operations: Any, rows_per_step: int = 3, place: Place = CPU
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The outputs of each request by position, and what the cache keeps of each."""
     copies = [replace(request, outputs=[]) for request in given_requests]
-    state = play(layer, copies, operations, rows_per_step).layers[0]
+    state = play(layer, copies, operations, rows_per_step, place).layers[0]
     outputs, kept = list[torch.Tensor](), list[torch.Tensor]()
     for slot, request in enumerate(copies):
         outputs.append(torch.stack(request.outputs))
@@ -169,12 +199,14 @@ def played(
     return outputs, kept
 
 
-def state_rows(rows: list[tuple[int, int, int]], places: torch.Tensor) -> StateRows:
+def state_rows(
+    rows: list[tuple[int, int, int]], places: torch.Tensor, device: str = "cpu", steps_only: bool = False
+) -> StateRows:
     """Rows of slot, start and number of tokens."""
     slots, starts, counts = zip(*rows, strict=True)
     edges = np.cumsum((0, *counts))
-    columns = (torch.from_numpy(np.array(x, np.int32)) for x in (slots, starts, edges))
-    return StateRows(*columns, places, len(rows), int(edges[-1]), max(counts))
+    columns = (torch.from_numpy(np.array(x, np.int32)).to(device) for x in (slots, starts, edges))
+    return StateRows(*columns, places.to(device), len(rows), int(edges[-1]), max(counts), steps_only)
 
 
 @st.composite
