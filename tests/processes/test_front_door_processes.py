@@ -118,10 +118,11 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
     # SIGTERM: running requests finish, and new ones get a time to retry.
     body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-    endless = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 1 << 17}))
-    while not re.search(r"^vllm:num_requests_running{.* 5\.0$", (await client.get("/metrics")).text, re.MULTILINE):
-        assert not any(stream.done() for stream in streams)
+    bodies = [body | {"max_tokens": 1 << 17}, *[body] * 4]
+    requests = [client.build_request("POST", "/v1/completions", json=each) for each in bodies]
+    # Each has begun when its headers are here.
+    begun = await asyncio.gather(*(client.send(request, stream=True) for request in requests))
+    endless, *streams = [asyncio.create_task(answer.aread()) for answer in begun]
     process.send_signal(signal.SIGTERM)
     answer = await client.get("/health")
     while answer.status_code == 200:
@@ -134,15 +135,15 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
     assert "shutting down" in refused.json()["error"]["message"]
-    for stream in await asyncio.gather(*streams):
-        *_, usage, done, _ = stream.text.split("\n\n")
+    for text in await asyncio.gather(*streams):
+        *_, usage, done, _ = text.decode().split("\n\n")
         assert done == "data: [DONE]"
         assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2000
 
     # A second SIGTERM: running requests end with an error.
     await asyncio.sleep(0.6)  # within half a second it would be the same order
     process.send_signal(signal.SIGTERM)
-    *_, last, done, _ = (await endless).text.split("\n\n")
+    *_, last, done, _ = (await endless).decode().split("\n\n")
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     assert await asyncio.to_thread(process.wait, 120) == 0
