@@ -51,17 +51,17 @@ class DecodeForm(NamedTuple):
     group: int  # query heads per kv head
     tile_tokens: int  # most tokens of a row in one tile
     num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
-    segment: int  # positions per segment with FIXED, else at least that many
-    fixed: bool  # segments lie at multiples of SEGMENT
+    segment: int  # positions per segment with `fixed`, else at least that many
+    fixed: bool  # segments lie at multiples of `segment`
     window: int
     soft_cap: float
     scales: str  # none | head | token
-    rows: int  # power of two, at least TILE_TOKENS * GROUP
-    block_m: int  # ROWS or what a matrix instruction needs
+    rows: int  # power of two, at least tile_tokens * group
+    block_m: int  # `rows` or what a matrix instruction needs
     block_n: int
     block_d: int
     merge: int  # segments loaded at a time
-    eager: bool  # a segment's first tile is requested before the wait: with prefix_ready, without FIXED
+    eager: bool  # a segment's first tile is requested before the wait: with prefix_ready, without `fixed`
     lowest: float  # lower than all scores, yet finite
     pdl: bool
 

@@ -51,8 +51,8 @@ class LatentTiles(NamedTuple):
     heads: int  # heads in a tile
     tile_tokens: int  # most tokens of a row in one tile
     num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
-    segment: int  # positions per segment with FIXED, else at least that many
-    fixed: bool  # segments lie at multiples of SEGMENT
+    segment: int  # positions per segment with `fixed`, else at least that many
+    fixed: bool  # segments lie at multiples of `segment`
     split: bool  # segments are merged by another kernel
     block_m: int
     block_n: int

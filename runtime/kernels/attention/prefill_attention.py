@@ -50,10 +50,10 @@ class PrefillForm(NamedTuple):
     head_dim: int
     num_kv_heads: int
     group: int  # query heads per kv head
-    tile_tokens: int  # BLOCK_M // GROUP
+    tile_tokens: int  # block_m // group
     num_rows: int  # power of two, at least num_rows
     shared: int  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
-    least_segment: int  # positions, a multiple of BLOCK_N
+    least_segment: int  # positions, a multiple of `block_n`
     window: int
     soft_cap: float
     scales: str  # none | head | token

@@ -44,7 +44,7 @@ class ProductForm(NamedTuple):
     residual: bool  # adds to out
     split: bool  # program (i, j): tile i, chunk j; else program i: tile i's chunks
     num_chunks: int
-    chunk: int  # columns; a multiple of BLOCK_K
+    chunk: int  # columns; a multiple of `block_k`
     block_m: int
     block_n: int
     block_k: int

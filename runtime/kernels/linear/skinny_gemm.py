@@ -152,7 +152,7 @@ class TileForm(NamedTuple):
     block_k: int  # columns per step, in each chunk
     ahead: int  # steps, 1 or 2, of weights requested before the wait
     num_chunks: int  # 1, 2 or 4; a warp sums one chunk
-    chunk: int  # columns; a multiple of BLOCK_K
+    chunk: int  # columns; a multiple of `block_k`
     num_tokens: int  # 8 or 16, at least num_rows
     stages: int
 

@@ -46,7 +46,7 @@ def fp8_w8a8_gemm_torch(
 class Fp8GemmForm(NamedTuple):
     """Constants of `_fp8_w8a8_gemm_kernel`."""
 
-    block_scales: bool  # BLOCK_N and BLOCK_K are at most 128 then
+    block_scales: bool  # block_n and block_k are at most 128 then
     bias: bool
     residual: bool  # adds to out
     split: int

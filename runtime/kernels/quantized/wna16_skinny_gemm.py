@@ -52,7 +52,7 @@ class SkinnyForm(NamedTuple):
     norm: bool  # one row only
     row: int  # power of two, at least K
     num_chunks: int  # 1, 2, 4 or 8
-    chunk: int  # columns; a multiple of BLOCK_K
+    chunk: int  # columns; a multiple of `block_k`
     block_k: int  # columns per step in each chunk: `step_columns`
     num_tokens: int  # 8 or 16, at least num_rows
     stages: int
