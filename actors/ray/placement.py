@@ -8,8 +8,8 @@
 Serve creates and removes the group with the replica, so no death leaves an actor behind. The whole group is on one
 machine: ranks access each other's memory.
 
-Serve of Ray 2.60 pins its replica to bundle 0. Older versions pin it to none, so Ray may take its CPUs from a runner's
-bundle: the actors of each bundle leave room for it.
+Serve of Ray 2.60 pins its replica to bundle 0. Serve of Ray 2.56 does not, so Ray may take the replica's CPUs from a
+runner's bundle. So the actors of each bundle leave room for it.
 
 Ray shows each runner only its own GPU, by CUDA_VISIBLE_DEVICES, which no other code changes. So every rank's GPU is its
 device 0, and a rank never creates a context on another GPU. The driver opens a peer's memory although that GPU is not
@@ -30,7 +30,7 @@ from runtime.base.types import CallboardError
 # Logical CPUs, chosen so that a server fits a machine with two; they limit placement, not threads.
 SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
-RUNNER_CPUS = 1.0  # the bundle; its actors leave SUPERVISOR_CPUS of it
+RUNNER_CPUS = 1.0  # in its bundle; the actors there leave SUPERVISOR_CPUS free
 FRONT_CPUS = 0.5
 DRAFT_CPUS = 0.4  # taken from its runner's, without its own bundle
 _DRAFT_GPUS = 0.1  # the same
