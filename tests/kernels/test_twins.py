@@ -15,16 +15,17 @@ from tests.support.kernels.compiled import targets
 CASES = [*rows.CASES, *stores.CASES, *attention.CASES, *latents.CASES]
 
 
-def each(*names: str, when=lambda case: True):
-    """A test of each operation on each backend that has it; the test runs with all cases."""
+def each(*names: str, when=lambda case, backend: True):
+    """A test of each operation on each backend that has it; the test runs with all cases that `when` accepts."""
 
     def decorate(test):
         found = [
             pytest.param(own, backend.values[0], id=f"{title}-{backend.values[0]}", marks=backend.marks)
-            for title, group in groupby(filter(when, CASES), lambda case: case.title)
+            for title, group in groupby(CASES, lambda case: case.title)
             for cases in [list(group)]
             for backend in BACKENDS
-            if backend.values[0].name in names and (own := [case for case in cases if backend.values[0].takes(case)])
+            if (at := backend.values[0]).name in names
+            and (own := [case for case in cases if at.takes(case) and when(case, at)])
         ]
 
         def run(cases: list[Case], backend: Backend) -> None:
@@ -70,10 +71,8 @@ def test_values_equal_the_reference(case: Case, backend: Backend):
             case.compare(got, want, backend.dtype, case.near[backend.dtype])
 
 
-@each("torch", "triton", "llvm")
+@each("torch", "triton", "llvm", when=lambda case, backend: backend.place in case.bits_on)
 def test_a_token_has_the_same_bits_in_any_call(case: Case, backend: Backend):
-    if backend.place not in case.bits_on:
-        return
     for seed in range(3 if backend.name == "llvm" else 1):
         with backend.kernels(case, parts=1 + 2 * seed) as kernels:
             whole, arguments = case.run(kernels, case.arguments(backend.draw(seed))), case.arguments(backend.draw(seed))
@@ -93,7 +92,7 @@ def test_instruction_sets_give_the_same_bits(case: Case, backend: Backend):
         assert_equal_bits(other, outputs[0])
 
 
-@each("triton", "llvm", when=lambda case: bool(case.faults))
+@each("triton", "llvm", when=lambda case, backend: bool(case.faults))
 def test_faults_stay_with_their_token(case: Case, backend: Backend):
     """What the reference does not change is unchanged. What it leaves not finite is not finite."""
 
