@@ -332,14 +332,15 @@ def launch_chunks(
     precision, solve = ("tf32x3", "tf32x3") if qkv.dtype == torch.float32 else ("ieee", "tf32")
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    # Triton 3.6 miscompiles loops around wgmma in some forms: this one with 16-wide heads, or without pipelining. It
-    # does so for others (flash-linear-attention, pull request 988). Two warps use older instructions. 128-wide heads
-    # with the stages below were checked on an H200.
-    num_warps = 4 if key_dim == value_dim == 128 else 2
+    # Triton 3.6 miscompiles loops around wgmma in some forms: this one with 16-wide heads, without pipelining, or with
+    # rows that are not aligned to 16 bytes. It does so for others (flash-linear-attention, pull request 988). Two warps
+    # use older instructions. 128-wide heads with the stages below were checked on an H200.
+    row_bytes = _row_bytes(qkv, key_dim)
+    num_warps = 4 if key_dim == value_dim == 128 and row_bytes == 16 else 2
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     sizes = key_heads, group, value_heads, key_dim, value_dim
-    constants = ChunksForm(*sizes, num_rows, block_k, block_v, precision, solve, unit, _row_bytes(qkv, key_dim), pdl)
+    constants = ChunksForm(*sizes, num_rows, block_k, block_v, precision, solve, unit, row_bytes, pdl)
     _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
