@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.base.images import ImageInfo
 from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.pooling import Pooling
 from runtime.base.weight_version import WeightVersion
@@ -33,3 +34,4 @@ class ModelInfo:
     can_sleep: bool = False  # value of sleep_mode
     weights: WeightVersion | None = None  # None without weight_updates
     routed_experts: tuple[int, int] | None = None  # layers with experts, and choices per token; None if not reported
+    images: ImageInfo | None = None  # None for a model that takes no images

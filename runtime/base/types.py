@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.base.errors import CallboardError as CallboardError
+from runtime.base.images import ImageSpan
 from runtime.base.plain_values import INT64
 from runtime.base.reports import Report
 from runtime.base.reports import TokenLogprobs as TokenLogprobs
@@ -186,6 +187,7 @@ class Request:
     adapter: str = ""  # its adapter's digest; empty for none
     prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
     min_weight_version: str = ""  # it waits for an engine with these weights or newer ones; empty for any
+    images: tuple[ImageSpan, ...] = ()  # in the prompt, by position
     session: str = field(default="", compare=False)  # one session's requests go to one engine if costs allow it
     keeps_output: bool = field(default=False, compare=False)  # the engine keeps its tokens if its reader leaves
     resumes: bool = field(default=False, compare=False)  # it continues with the tokens that were kept under its id
@@ -195,7 +197,8 @@ class Request:
         """Approximate bytes in a message, with its grammar."""
         grammar = self.params.grammar
         num_tokens = len(self.token_ids) + len(self.prediction)
-        return TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
+        num_bytes = TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
+        return num_bytes + sum(len(span.image.pixels) for span in self.images)
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """StepPlan and StepResult: the messages between an engine and a runner, and their binary form.
 
-Order is the contract. A runner applies plans in `step_id` order, and returns results in the same order. It
-applies each plan as free slots -> open slots -> write block tables -> run rows -> sample. Opening a slot copies the
-snapshot that its request continues; rows store the snapshots that the plan takes. A plan may therefore reuse a
-slot or a block that an earlier plan still reads (C2). A row may also start at a token that the step before it samples,
-because sampled tokens stay in the slot. A plan contains only tokens that no step has sampled, such as draft tokens:
+Order is the contract. A runner applies plans in `step_id` order, and returns results in the same order. It applies
+each plan as free slots -> open slots -> write block tables -> encode images -> run rows -> sample. Opening a slot
+copies the snapshot that its request continues; rows store the snapshots that the plan takes. A plan may therefore
+reuse a slot or a block that an earlier plan still reads (C2). A row may also start at a token that the step before it
+samples, because sampled tokens stay in the slot. A plan contains only tokens that no step has sampled, such as draft
+tokens:
 
     a row that verifies 3 drafts      position  p   p+1  p+2  p+3          4 tokens, 3 of a draft, 4 samples
                                       token     t   g1   g2   g3           t is in the slot, g1..g3 are in the plan
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Float32s, Int32s
+from runtime.base.images import Image, ImageUpdate
 from runtime.base.reports import Report, TokenLogprobs
 from runtime.base.types import CallboardError, GrammarUpdate, SamplingParams
 
@@ -32,6 +34,7 @@ MAX_NEW_BYTES = 16 << 20  # new slots' bytes in a plan with several: a frame sta
 
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
+NO_SPANS: Int32s = np.zeros((0, 5), np.int32)
 
 
 class NewSlot(msgspec.Struct, array_like=True):
@@ -45,6 +48,14 @@ class NewSlot(msgspec.Struct, array_like=True):
     adapter: int = 0  # index of its adapter on the device; 0 for none
     state: int = 0  # its row in the state cache; 0 for a model without states
     snapshot: int = 0  # state cache row that is copied to its own first; 0 for none
+    spans: Int32s = NO_SPANS  # [num_images, 5] begin, number of tokens, and grid (ImageSpan)
+
+
+class Encoding(msgspec.Struct, array_like=True):
+    """An image that the runner encodes in this step."""
+
+    image: Image
+    row: int  # the first of its embeddings in the pool
 
 
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
@@ -66,6 +77,9 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     num_steps: int = 1
     grammars: GrammarUpdate | None = None  # set on a connection; read before the new slots (plan_wire.py)
     snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, state cache row for the state there
+    images: ImageUpdate | None = None  # set on a connection; read before the encodings (plan_wire.py)
+    encodings: list[Encoding] = []
+    embeds: Int32s = EMPTY_TABLE  # [3, n] first token's index in the step, its row in the pool, number of tokens
 
     @property
     def ends(self) -> Int32s:

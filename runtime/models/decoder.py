@@ -79,6 +79,8 @@ class Decoder:
         h = self.embed_tokens(batch.token_ids, self.embed_scale)
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
+        if batch.embeds is not None:
+            h[batch.embeds.tokens] = batch.embeds.embeddings
         return h
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,13 @@ class GroupRows(NamedTuple):
     attention: AttentionMetadata
 
 
+class Embeds(NamedTuple):
+    """Embeddings that replace those of the token table, such as an image's."""
+
+    tokens: torch.Tensor  # [n] index in the step, int64
+    embeddings: torch.Tensor  # [n, hidden], in the compute dtype
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """A step's tokens, row after row."""
@@ -34,3 +41,8 @@ class ForwardBatch:
     groups: Sequence[GroupRows]  # groups of the KV cache's layers
     adapters: torch.Tensor | None = None  # [num_tokens] each token's adapter index or 0; None if all are 0
     states: StateRows | None = None  # the step's rows, for a model with states
+    embeds: Embeds | None = None
+    # [3, num_tokens] rotary positions by frame, row and column where a step has images; None if `positions` are these
+    rope_positions: torch.Tensor | None = None
+    # [num_tokens] the last position that each token sees, where an image's tokens see each other; None if its own
+    last_visible: torch.Tensor | None = None

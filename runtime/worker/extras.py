@@ -3,6 +3,7 @@
     StepExtra       outputs other than tokens        Pooler (vectors), PromptScorer (log-probabilities of prompts),
                                                      ExpertRecorder (experts of tokens)
     MaskSource      masks of the tokens to sample    GrammarState
+    ImageEncoder    embeddings of images             RunnerImages
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
     SleepMemory     memory given back in sleep       RunnerMemory
     WeightUpdates   new weights of a running model   RunnerUpdates
@@ -31,6 +32,7 @@ from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
+from runtime.models.forward_batch import Embeds
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -101,6 +103,16 @@ class StepExtra(SlotKeeper, Protocol):
 
     def run(self, work: StepWork) -> None:
         """Compute the output of this step, if any, and append its report. Runs before the step samples."""
+
+
+class ImageEncoder(SlotKeeper, Protocol):
+    """Encodes images, and keeps their embeddings in a pool of rows."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the images that the model takes."""
+
+    def embeds(self, plan: StepPlan, copies: Copies) -> Embeds | None:
+        """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none."""
 
 
 class TokenAutomata(Protocol):
@@ -254,6 +266,7 @@ class RunnerExtras:
 
     outputs: Sequence[Callable[[RunnerParts], StepExtra]] = ()
     masks: Callable[[RunnerParts], MaskSource] | None = None
+    images: Callable[[RunnerParts], ImageEncoder | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
