@@ -21,8 +21,8 @@ from tqdm import tqdm
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.assembly.outputs import outputs_by_request
 from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.model.pooling import POOLED, required_pooling
 from runtime.base.plain_values import integer, integers, is_integer
-from runtime.base.pooling import POOLED, required_pooling
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.core.executor import InProcess

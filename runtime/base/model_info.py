@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runtime.base.images import ImageInfo
 from runtime.base.kv_cache_spec import KVCacheSpec
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.weight_version import WeightVersion
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.base.model.pooling import required_pooling
 from runtime.base.model_info import ModelInfo
-from runtime.base.pooling import required_pooling
 from runtime.base.reports import Vector
 from runtime.base.types import FinishReason, StepOutput
 from runtime.core.extra import Extra, end_of

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
+from runtime.base.model.pooling import Pooling
 from runtime.base.model_info import ModelInfo
-from runtime.base.pooling import Pooling
 from runtime.base.reports import Vector
 from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.pooling import Pooling
 from runtime.base.model.sharding import Part
 from runtime.base.model_info import ModelInfo
-from runtime.base.pooling import Pooling
 from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics

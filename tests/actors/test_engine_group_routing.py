@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import CallboardError, Request, SamplingParams
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

@@ -15,7 +15,7 @@ import transformers
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.llm import LLM

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import FinishReason
 from tests.support.http.chats import THINKING
 from tests.support.http.fake_engine import (

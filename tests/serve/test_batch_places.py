@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import FinishReason
 from serve_app.apis.batches import worker as batches_module
 from serve_app.apis.batches.places import Places

@@ -25,7 +25,7 @@ import httpx2
 import openai
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.weight_version import WeightVersion
 from runtime.structured.compiler import GrammarCompiler
 from serve_app import cli

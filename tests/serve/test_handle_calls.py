@@ -13,7 +13,7 @@ from ray.llm._internal.batch.stages.serve_deployment_stage import ServeDeploymen
 
 from actors.ray import callers
 from actors.ray.callers import Callers, current_call
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from serve_app.application import build_http_app
 from serve_app.handle import CallError, HandleCalls, Turns
 from serve_app.protocol.errors import ApiError

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.output.processor import Delta
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.fill_in_middle import of_other_files

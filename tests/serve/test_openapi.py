@@ -11,7 +11,7 @@ from schemathesis.pytest._test_builder import build_operation_test
 from schemathesis.python._constants.orchestrator import make_constants_value_source
 from starlette.routing import Route
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.weight_version import WeightVersion
 from serve_app.application import build_http_app
 from serve_app.service.service import Service

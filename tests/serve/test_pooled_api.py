@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.output import score_prompt
 from runtime.output.score_prompt import DEFAULT_INSTRUCTION, PairPrompter
 from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.prompt_ids import prompt_ids
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post

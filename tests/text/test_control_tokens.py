@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.options import ChatOptions

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import SamplingParams
 from runtime.features.pooler import Pooler
 from runtime.worker.gpu.step_rows import MixedShape

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from runtime.base.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of

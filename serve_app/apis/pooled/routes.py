@@ -9,7 +9,7 @@ from typing import Any
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from runtime.base.pooling import POOLED
+from runtime.base.model.pooling import POOLED
 from runtime.base.types import Request
 from runtime.output.fields import invalid
 from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
 from runtime.base.config import EngineConfig
+from runtime.base.model.pooling import Pooling
 from runtime.base.model_info import ModelInfo
-from runtime.base.pooling import Pooling
 from runtime.base.reports import PromptScores, TokenLogprobs, Vector, Verified
 from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.speculation.choose_k import Speculation

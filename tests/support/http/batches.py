@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 
-from runtime.base.pooling import Pooling
+from runtime.base.model.pooling import Pooling
 from serve_app.apis.batches.store import ENDED
 from serve_app.apis.batches.worker import Batches
 from serve_app.application import build_http_app

@@ -26,8 +26,8 @@ from actors.wire.weight_calls import (
     WeightCall,
     WeightState,
 )
+from runtime.base.model.pooling import Pooling
 from runtime.base.model_info import ModelInfo
-from runtime.base.pooling import Pooling
 from runtime.base.reports import Experts, TokenLogprobs, Vector, Verified
 from runtime.base.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.base.weight_version import WeightVersion
