@@ -26,7 +26,7 @@ class GroupRows(NamedTuple):
 
 
 class Embeds(NamedTuple):
-    """Embeddings that replace those of the token table, such as an image's."""
+    """Embeddings in place of the token table's, such as an image's."""
 
     tokens: torch.Tensor  # [n] index in the step, int64
     embeddings: torch.Tensor  # [n, hidden], in the compute dtype

@@ -1,4 +1,4 @@
-"""TowerSpec: an image encoder as plain data, beside the decoder's spec."""
+"""TowerSpec: an image encoder as plain data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Projector = Literal["shuffle", "merge_rows", "merge_blocks", "pool_norm", "pool_
 class TowerSpec:
     """A vision transformer, and the projector of its outputs into the decoder's hidden states.
 
-    Sizes count numbers, unless they say pixels or patches. `models/towers/` says which tensors each has."""
+    Sizes count elements, unless their comments name another unit. `models/towers/` has the tensors' names."""
 
     num_layers: int
     hidden_size: int
     ffn_size: int
     num_heads: int
     head_dim: int
-    out_size: int  # of the decoder's hidden states
+    out_size: int  # the decoder's hidden size
     patch_size: int  # pixels a side
     merge: int  # patches a side that become one embedding
     projector: Projector
@@ -33,5 +33,5 @@ class TowerSpec:
     num_positions: int = 0  # learned positions, or a side of their grid as its square
     rope: Rope2d = "none"
     rope_theta: float = 10_000.0
-    projector_size: int = 0  # between the projector's two maps; 0 if it has one
-    deepstack: tuple[int, ...] = ()  # layers whose outputs are added after the decoder's first layers
+    projector_size: int = 0  # width between the projector's two maps; 0 if it has one
+    deepstack: tuple[int, ...] = ()  # layers with outputs for the decoder's first layers
