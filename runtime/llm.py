@@ -325,10 +325,11 @@ class LLM:
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
         is_one = prompt_len is None or is_integer(prompt_len)
-        given_lengths = [prompt_len] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
-        lengths = [None if length is None else integer(length, "prompt_len") for length in given_lengths]
-        if len(lengths) != len(prompts):
-            raise CallboardError(f"There are {len(prompts)} prompts, {len(lengths)} prompt_len; send one or as many.")
+        lengths: list[int | None] = (
+            [cast(int | None, prompt_len)] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
+        )
+        if (num := len(lengths)) != len(prompts):
+            raise CallboardError(f"There are {len(prompts)} prompts, {num} prompt_len; send one or as many.")
         given = zip(prompts, each, lengths, strict=True)
         choices = (c for prompt, p, length in given for c in self._add(prompt, p, num_choices, adapter, length))
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
@@ -377,7 +378,7 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        length = len(ids) if prompt_len is None else prompt_len
+        length = len(ids) if prompt_len is None else integer(prompt_len, "prompt_len", 1, len(ids))
         for request in requests_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])

@@ -126,6 +126,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "Granite 4.0 Micro, without state-space layers", "ibm-granite/granite-4.0-micro", granite.hybrid_decoder_spec,
         granite.HYBRID_WEIGHT_MAP, chats=(ChatForm("granite-4", "hermes"),),
     ),
+    "Idefics3ForConditionalGeneration": Family(
+        "Idefics3, SmolVLM", "HuggingFaceTB/SmolVLM-256M-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "Lfm2ForCausalLM": Family(
         "LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP,
         chats=(ChatForm("lfm-2", "lfm2"), ChatForm("lfm-2.5", "lfm2", reasons=True)),
@@ -223,6 +226,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "SmolLM3ForCausalLM": Family(
         "SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP,
         chats=(ChatForm("smollm3", "hermes", reasons=True),),
+    ),
+    "SmolVLMForConditionalGeneration": Family(
+        "SmolVLM2", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
     ),
 }  # fmt: skip
 

@@ -180,6 +180,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
         "norm_topk_prob": True,
     },
+    "Idefics3ForConditionalGeneration": _LLAMA,
     "LlamaForCausalLM": _LLAMA,
     "Ministral3ForCausalLM": _MINISTRAL_3,
     "MinistralForCausalLM": _MISTRAL,
@@ -215,6 +216,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": _OrNull(8), "head_dim": _OrNull(128), "max_position_embeddings": 524288,
         "attention_bias": True, "attention_out_bias": False,
     },
+    "SmolVLMForConditionalGeneration": _LLAMA,
     "SmolLM3ForCausalLM": _LLAMA | {
         "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": _OrNull(4), "max_position_embeddings": 32768, "tie_word_embeddings": True,
