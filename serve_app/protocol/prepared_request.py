@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from runtime.base.images import ImageProcessor, ImageSpan
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request
 from runtime.output.chat_prompt import ChatPrompter
@@ -34,6 +35,8 @@ class ServedModel:
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
     base: str = ""  # the first name of the model itself
     sleeps: bool = False  # its engine may end while it is idle
+    images: ImageProcessor | None = None  # None for a model that takes no images
+    why_no_images: str = ""  # continues the refusal of an image
 
     @property
     def speculates(self) -> bool:
@@ -84,6 +87,7 @@ class Prompts:
     # lengths of prompts alone, before their outputs; empty without outputs
     lengths: list[int] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
+    images: tuple[ImageSpan, ...] = ()  # in the only prompt
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
     def path(self, index: int) -> str:

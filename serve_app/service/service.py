@@ -17,6 +17,7 @@ from typing import Any
 from actors.wire.engine_client import EngineClient, EngineRefusal, Replaceable
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
+from runtime.base.images import ImageProcessor
 from runtime.base.reports import Vector, one_of
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.requests import requests_of
@@ -80,10 +81,13 @@ class Service:
         if tokenizer is not None:
             self.start(tokenizer)
 
-    def start(self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None) -> None:
+    def start(
+        self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None, images: ImageProcessor | None = None
+    ) -> None:
         """Serve requests from now on, since the client is connected.
 
-        `defaults` are sampling parameters for requests without values."""
+        `defaults` are sampling parameters for requests without values. `images` is None for a model without them."""
+        self._images = images
         self._defaults = defaults or SamplingDefaults()
         self._chats = ChatPrompter(tokenizer) if tokenizer.chat_template is not None else None
         self._tokenizer = tokenizer
@@ -104,10 +108,25 @@ class Service:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
             raise unknown_model(name, self.names())
-        digest = "" if adapter is None else adapter.digest
+        info = self._client.info
+        has_encoder = info.images is not None or not info.fingerprint  # no engine has reported it so far
         return ServedModel(
-            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleep.is_allowed
+            name,
+            self._tokenizer,
+            self._chats,
+            info,
+            self.draft,
+            "" if adapter is None else adapter.digest,
+            self.model,
+            self.sleep.is_allowed,
+            self._images if has_encoder else None,
+            "" if self._images is None else " here: its image encoder is off (images) or not among its files",
         )
+
+    @property
+    def takes_images(self) -> bool:
+        """True if requests may have images."""
+        return self._tokenizer is not None and self._images is not None
 
     def _as_served(self, name: str | None) -> str:
         """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`.
@@ -260,6 +279,7 @@ class Service:
                 adapter=model.adapter,
                 prediction=prompts.prediction,
                 min_weight_version="" if version is None else str(version),
+                images=prompts.images,
             )
             requests += requests_of(one, names, request.n or 1)
         stops = StopStrings(params.stop) if params.stop else None
