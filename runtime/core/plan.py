@@ -80,6 +80,11 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     embeds: Int32s = EMPTY_TABLE  # [3, n] first token's index in the step, its row in the pool, number of tokens
 
     @property
+    def has_images(self) -> bool:
+        """True if the step encodes images, or reads their embeddings."""
+        return bool(self.encodings) or self.embeds.size > 0
+
+    @property
     def ends(self) -> Int32s:
         """[num_rows] position after the row's last token."""
         return self.num_computed + self.num_tokens
