@@ -269,7 +269,7 @@ class EngineConfig:
         4_000_000, "tokens of the waiting requests, predictions included; more are rejected until later", 1
     )
     max_queued_bytes: int = setting(
-        128 << 20, "bytes of the waiting requests, each grammar counted once; more are rejected until later", 1
+        128 << 20, "bytes of the waiting requests, grammars and images counted once; more are rejected until later", 1
     )
     queue_timeout_s: float | None = setting(None, "longest wait in the queue before a request is rejected", above=0)
     step_timeout_s: float = setting(60.0, "an engine with work is unhealthy after this long without a step", above=0)

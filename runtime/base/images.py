@@ -31,9 +31,19 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes = b""  # uint8 [height, width, 3] of each, in order; empty where a message names the image alone
 
     @property
+    def key(self) -> str:
+        """Identifies the image in messages."""
+        return self.digest.hex()
+
+    @property
     def named(self) -> Image:
         """The image without its pixels."""
         return Image(self.digest, self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return len(self.pixels)
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -50,13 +60,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """Index after the last token."""
         return self.begin + self.num_tokens
-
-
-class ImageUpdate(msgspec.Struct, array_like=True, tag=17):
-    """On a connection: the receiver drops the images with the digests in `removed`, then stores `added`."""
-
-    added: list[Image]
-    removed: list[bytes] = []
 
 
 class ImageProcessor(Protocol):
