@@ -284,7 +284,7 @@ def _image_bytes(config: EngineConfig, tower: TowerSpec | None, numerics: Numeri
     if tower.positions in ("learned", "buckets"):  # its pictures are one size; some are encoded at a time
         patches = min(patches, tower.position_shape[0] * (1 if numerics.device.type == "cpu" else _TILES_AT_ONCE))
     pixels = 3 * tower.patch_size**2
-    elements = 8 * tower.hidden_size + 3 * tower.ffn_size  # in the compute dtype; others are float32
+    elements = 8 * tower.hidden_size + 3 * tower.ffn_size  # compute dtype; others are float32
     encoding = patches * (elements * size + (4 * tower.hidden_size + 3 * pixels) * 4)
     pool = config.image_pool_tokens * tower.width * size
     return tower.num_weights * size, pool + max(0, encoding - working)

@@ -1,4 +1,4 @@
-"""Images in a runner: its pool, rows in any order, the memory plan, and what has none of them."""
+"""Images in a runner: its pool, rows in any order, the memory plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, *[TOKEN_ID] * 6, 8, 9, *[TOKEN_ID] * 4, 10]
 
 
 def image_logits(driver: Driver, slot: int = 0, start: int = 0) -> torch.Tensor:
-    """Logits after PROMPT, beside a prompt of text and a row that decodes."""
+    """Logits after PROMPT, in a step with a text prompt and a decode row."""
     driver.open(1, PROMPT[:3])
     driver.step((1, 0, 3, 1))
     driver.open(2, list(range(20, 45)))
@@ -45,7 +45,7 @@ def test_embeddings_reach_their_tokens_in_any_row(backend):
 
 
 def test_last_token_of_an_image_may_be_a_row():
-    """Its row has one token and a sample, as those that decode by a tape."""
+    """Its row has one token and one sample, like the rows of a decode tape."""
     driver = Driver(tiny_runner(tower=TOWER))
     prompt = PROMPT[:15]
     driver.open(0, prompt, spans=SPANS)

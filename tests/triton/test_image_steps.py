@@ -1,4 +1,4 @@
-"""Steps with images on the GPU path: launched, beside rows of text, with graphs for the steps after them."""
+"""Steps with images on the GPU path are launched. Later steps may be graphs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PROMPT = [5, 6, *[TOKEN_ID] * 4, 7, 8, 9, *[TOKEN_ID] * 3]
 
 
 def logits_of(driver: Driver) -> list[torch.Tensor]:
-    """Of a prompt with images beside text and a row that decodes, in two chunks, then of decode steps."""
+    """Logits of three rows: a prompt with images in two chunks, a text, and a row that decodes first."""
     driver.open(0, [3, 4, 5])
     driver.step((0, 0, 3, 1))
     driver.open(1, PROMPT, spans=SPANS)
