@@ -122,7 +122,7 @@ class _Tokens:
             self.add([text])
 
     def add_newlines(self, newlines: str) -> None:
-        """Append newlines; those before become one token with them, as far as the vocabulary has it."""
+        """Append newlines. With newlines before them, they are encoded as one text."""
         self._flush()
         if newlines:
             before = self._newlines(self.ids[-1:])

@@ -17,8 +17,8 @@ from runtime.media.rule import ImageRule
 from runtime.media.source import ImageFault, ImageLimits, ImageSource
 
 _MAX_CHILDREN = max(1, min(4, (os.cpu_count() or 1) // 2))
-_MEMORY = 512 << 20  # of a child
-_DEADLINE_S = 20.0  # as the clock goes; decode.py limits the CPU time
+_MEMORY = 512 << 20  # bytes of a child
+_DEADLINE_S = 20.0  # wall time; decode.py limits the CPU time
 
 
 class ImageProcessor:

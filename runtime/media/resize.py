@@ -36,11 +36,12 @@ class LongestEdge:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Qwen: whole embeddings, with a number of pixels between two bounds."""
+    """Qwen, GLM: whole embeddings, with a number of pixels between two bounds."""
 
     unit: int
     least: int  # pixels
     most: int
+    enlarge: bool = False  # first scale a picture up to one embedding
 
     def plan(self, size: Size, detail: Detail, max_tokens: int) -> ResizePlan:
         most = min(self.most, max_tokens * self.unit**2)
@@ -48,6 +49,9 @@ class Area:
             most = min(most, max(256 * self.unit**2, self.least))
         elif detail == "original":
             most = max(self.most, size[0] * size[1] * 2)
+        if self.enlarge and min(size) < self.unit:
+            scale = self.unit / min(size)
+            size = int(size[0] * scale), int(size[1] * scale)
         return ResizePlan((fitted(size, self.unit, min(self.least, most), most),))
 
 
@@ -110,7 +114,7 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Gemma 4: the largest size of whole embeddings within a budget, one of those that the model was trained with."""
+    """Gemma 4: the largest size of whole embeddings within a budget. The model was trained with a few budgets."""
 
     patch: int
     pool: int  # patches a side of an embedding
@@ -164,6 +168,24 @@ class GridTiles:
         return ResizePlan(((rows * self.tile, columns * self.tile),), (rows, columns), thumbnail, True)
 
 
+@dataclass(frozen=True, slots=True)
+class SquareGrid:
+    """InternVL: the grid of square tiles with the nearest ratio, and a square thumbnail."""
+
+    tile: int  # pixels a side
+    tokens: int  # embeddings a tile
+    min_tiles: int
+    max_tiles: int
+
+    def plan(self, size: Size, detail: Detail, max_tokens: int) -> ResizePlan:
+        square = (self.tile, self.tile)
+        max_tiles = min(self.max_tiles, max(1, max_tokens // self.tokens - 1))
+        rows, columns = nearest_grid(size, self.tile, min(self.min_tiles, max_tiles), max_tiles)
+        if detail == "low" or (rows, columns) == (1, 1):
+            return ResizePlan((square,))
+        return ResizePlan(((rows * self.tile, columns * self.tile),), (rows, columns), square, True)
+
+
 def fitted(size: Size, unit: int, least: int, most: int, at_least_one: bool = False) -> Size:
     """Return the size in whole units nearest to `size` with `least` to `most` pixels, and about its ratio.
 
@@ -181,7 +203,7 @@ def fitted(size: Size, unit: int, least: int, most: int, at_least_one: bool = Fa
 
 
 def nearest_grid(size: Size, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Return the rows and columns of tiles whose ratio is nearest to the picture's.
+    """Return the grid of tiles, in rows and columns, with the ratio nearest to the picture's.
 
     Of equal ratios, the larger grid wins if the picture has more than half its pixels."""
     height, width = size

@@ -13,7 +13,7 @@ Size = tuple[int, int]  # height, width
 
 @dataclass(frozen=True, slots=True)
 class ResizePlan:
-    """What becomes of one picture: resized in turn to each of `sizes`, then perhaps cut into tiles."""
+    """A picture is resized to each size in turn, then perhaps cut into tiles."""
 
     sizes: tuple[Size, ...]
     tiles: tuple[int, int] = (0, 0)  # rows and columns; (0, 0) keeps the picture whole
@@ -51,7 +51,7 @@ class ImageMarks:
     newlines: str = ""  # before and after all that; the tokenizer joins them with the newlines around
     row_break: str = ""
     tiles_begin: str = ""
-    tile: str = ""  # with {row} and {column}, which count from 1
+    tile: str = ""  # contains {row} and {column}, which count from 1
     row_end: str = ""
     thumbnail: str = ""
 

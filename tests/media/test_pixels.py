@@ -54,3 +54,50 @@ def test_smolvlm_pixels(size: tuple[int, int], longest: int, split: bool):
     assert ours.tiles == (theirs["rows"][0][0], theirs["cols"][0][0])
     assert np.array_equal(np.stack(parts(ours)).transpose(0, 3, 1, 2), theirs["pixel_values"][0])
     assert ours.num_embeddings == 64 * len(ours.image.sizes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("model_type", "name", "settings"), [
+    ("qwen3_5", "Qwen2VLImageProcessorPil", {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}),
+    ("qwen3_vl", "Qwen2VLImageProcessorPil", {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}),
+    ("qwen2_5_vl", "Qwen2VLImageProcessorPil", {"patch_size": 14, "min_pixels": 3136, "max_pixels": 1_003_520}),
+    ("glm4v", "Glm4vImageProcessorPil", {"size": {"shortest_edge": 12_544, "longest_edge": 1_000_000}}),
+])  # fmt: skip
+def test_pixels_in_blocks_of_patches(size: tuple[int, int], model_type: str, name: str, settings: dict[str, Any]):
+    ours = decoded(rule(model_type, settings, vision_config={"patch_size": settings.get("patch_size", 14)}), size)
+    theirs = processed(name, size, **settings)
+    patch, merge = settings.get("patch_size", 14), 2
+    [[_, rows, columns]] = theirs["image_grid_thw"].tolist()
+    assert ours.image.sizes == ((rows * patch, columns * patch),)
+    blocks = theirs["pixel_values"].reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)
+    whole = blocks[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * patch, columns * patch, 3)
+    assert np.array_equal(parts(ours)[0], whole)
+    assert ours.num_embeddings == rows * columns // 4
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gemma3_pixels(size: tuple[int, int]):
+    ours = decoded(rule("gemma3", vision_config={"image_size": 896}), size)
+    theirs = processed("Gemma3ImageProcessorPil", size, size={"height": 896, "width": 896})
+    assert np.array_equal(parts(ours)[0].transpose(2, 0, 1), theirs["pixel_values"][0])
+    assert ours.num_embeddings == 256
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tokens", [70, 280, 1120])
+def test_gemma4_pixels(size: tuple[int, int], tokens: int):
+    ours = decoded(rule("gemma4", {"max_soft_tokens": tokens}), size)
+    theirs = processed("Gemma4ImageProcessorPil", size, max_soft_tokens=tokens)
+    [height, width], _ = ours.image.sizes[0], None
+    patches = parts(ours)[0].reshape(height // 16, 16, width // 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 768)
+    assert theirs["num_soft_tokens_per_image"] == [ours.num_embeddings]
+    assert np.array_equal(patches, theirs["pixel_values"][0, : len(patches)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_internvl_pixels(size: tuple[int, int]):
+    settings = {"size": {"height": 448, "width": 448}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12}
+    ours = decoded(rule("internvl", settings), size)
+    theirs = processed("GotOcr2ImageProcessorPil", size, **settings)
+    assert np.array_equal(np.stack(parts(ours)).transpose(0, 3, 1, 2), theirs["pixel_values"])
+    assert ours.num_embeddings == 256 * len(ours.image.sizes)
