@@ -30,6 +30,7 @@ from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
 from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
+from runtime.media.processor import ImageProcessor
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -163,7 +164,11 @@ class Front(HandleCalls):
             await group.start()
         else:
             group.follow()
-        await asyncio.to_thread(service.start, tokenizer, defaults)  # the chat template is compiled
+        limits = self._settings.image_limits(config)
+        images = None
+        if config.images != "off":
+            images = await asyncio.to_thread(ImageProcessor.of, path, tokenizer, limits)
+        await asyncio.to_thread(service.start, tokenizer, defaults, images)  # the chat template is compiled
 
     def reconfigure(self, user_config: object) -> None:
         """Log that nothing reads `user_config`, which Serve has changed in place."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.base.images import DETAILS, ImageSource
+from runtime.media.rule import DETAILS, Detail
+from runtime.media.source import ImageSource
 from runtime.output.fields import invalid, shown
 
 IMAGE_KINDS = frozenset(("image", "image_url", "input_image", "computer_screenshot"))  # types of parts
@@ -71,9 +72,9 @@ def file_of(path: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def _detail(path: str, part: Mapping[str, Any]) -> str:
+def _detail(path: str, part: Mapping[str, Any]) -> Detail:
     given = part.get("image_url")
-    detail = part.get("detail") or (given.get("detail") if isinstance(given, Mapping) else None) or DETAILS[0]
+    detail = part.get("detail") or (given.get("detail") if isinstance(given, Mapping) else None) or "auto"
     if detail not in DETAILS:
         raise invalid(f"{path}.detail", f"is {shown(detail)}; it should be one of {', '.join(DETAILS)}")
-    return str(detail)
+    return detail
