@@ -164,9 +164,11 @@ class Front(HandleCalls):
             await group.start()
         else:
             group.follow()
-        limits = self._settings.image_limits(config)
         images = None
         if config.images != "off":
+            # an engine that has not started yet may take more
+            max_tokens = config.sized_for("cpu").max_image_tokens if group.info.images is None else group.info.images.max_tokens
+            limits = self._settings.image_limits(max_tokens)
             images = await asyncio.to_thread(ImageProcessor.of, path, tokenizer, limits)
         await asyncio.to_thread(service.start, tokenizer, defaults, images)  # the chat template is compiled
 

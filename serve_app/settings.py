@@ -210,12 +210,12 @@ class HttpSettings:
         """Return the longest request body."""
         return self.max_body_bytes or (32 << 20 if takes_images else 8 << 20)
 
-    def image_limits(self, config: EngineConfig) -> ImageLimits:
-        """Return what requests for a model may have of images."""
+    def image_limits(self, max_image_tokens: int) -> ImageLimits:
+        """Return what requests may have of images, for a model with this limit of an image's tokens."""
         return ImageLimits(
             max_images=self.max_images,
             max_image_bytes=self.max_image_bytes,
-            max_image_tokens=config.max_image_tokens,
+            max_image_tokens=max_image_tokens,
             image_urls=self.image_urls,
         )
 
