@@ -219,7 +219,7 @@ class Front(HandleCalls):
         `body` is for /v1/completions or, with messages, for /v1/chat/completions. Yields {"index", "text",
         "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
         call = current_call()
-        content = encoded(body)
+        content = await encoded(body)
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
         def prepare() -> PreparedRequest[Any]:

@@ -67,7 +67,7 @@ class FakeImages:
 
 def engine_with_images(text: str = "ok") -> FakeEngine:
     engine = FakeEngine(text, max_model_len=4096)
-    engine.info = replace(engine.info, images=ImageInfo(MARK_ID, 4096))
+    engine.info = replace(engine.info, images=ImageInfo(MARK_ID, 4096, 4096))
     return engine
 
 
