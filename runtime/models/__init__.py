@@ -137,6 +137,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "LFM2-MoE 8B-A1B, 24B-A2B", "LiquidAI/LFM2-8B-A1B", lfm.moe_decoder_spec, lfm.MOE_WEIGHT_MAP,
         chats=(ChatForm("lfm-2", "lfm2"),),
     ),
+    "Lfm2VlForConditionalGeneration": Family(
+        "LFM2-VL", "LiquidAI/LFM2-VL-450M", lfm.decoder_spec, lfm.IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", llama.decoder_spec, llama.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
@@ -202,6 +205,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "Qwen3NextForCausalLM": Family(
         "Qwen3-Next 80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct", qwen_hybrid.next_decoder_spec,
         qwen_hybrid.NEXT_WEIGHT_MAP, chats=(ChatForm("qwen3", "hermes", reasons=True),),
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", qwen.decoder_spec, qwen.IMAGE_TEXT_WEIGHT_MAP,
     ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,

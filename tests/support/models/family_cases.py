@@ -59,7 +59,9 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
     "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
     "Idefics3Config": ({"model_type": "llama"}, _VISION),
+    "Lfm2VlConfig": ({"model_type": "lfm2"}, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
+    "Qwen3VLConfig": ({}, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "Qwen3_5Config": ({}, _QWEN_VISION),
     "Qwen3_5MoeConfig": ({}, _QWEN_VISION),
     "SmolVLMConfig": ({"model_type": "llama"}, _VISION),
@@ -150,6 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 moe": ("Qwen2MoeConfig", _SHARED | {"shared_expert_intermediate_size": 84}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, with a vision tower": ("Qwen3VLConfig", {}),
     "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
     "qwen3 moe, normalized": (
         "Qwen3MoeConfig",
@@ -280,6 +283,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _CONVS
         | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 4},
     ),
+    "lfm2, with a vision tower": ("Lfm2VlConfig", _CONVS),
     "lfm2 moe": (
         "Lfm2MoeConfig",
         _CONVS
@@ -321,7 +325,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
-    "idefics3", "smolvlm", "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
+    "idefics3", "smolvlm", "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower",
+    "olmo2", "lfm2, with a vision tower", "qwen3, with a vision tower",
     "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",
     "qwen3.5 moe, with a vision tower",
 }  # fmt: skip
