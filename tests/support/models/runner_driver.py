@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -61,12 +62,16 @@ class Driver:
     def open(
         self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
         seed: int = 0, shared: list[int] | None = None, room: int = 40, adapter: int = 0,
+        spans: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """Enter a request in the next step; its first blocks may be another's in the first group (a prefix hit). It may
-        grow by `room` tokens."""
+        grow by `room` tokens. Images are `spans` as in NewSlot."""
         known = np.array(tokens, np.int32)
         state = slot + 1 if self.runner.info.num_states else 0
-        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state))
+        images = np.array(spans, np.int32).reshape(-1, 5)
+        self.plan.new.append(
+            NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state, spans=images)
+        )
         size = self.runner.info.block_size
         num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
         shared = shared or []
