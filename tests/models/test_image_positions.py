@@ -190,6 +190,15 @@ def expected(model, ids: list[int], spans: list[tuple[int, ...]]) -> tuple[list[
         tokens.append(int(logits.logits[0, -1].argmax()))
 
 
+def open_slot(
+    driver: Driver, slot: int, tokens: list[int], spans: list[tuple[int, ...]], shared: list[int] | None = None
+) -> None:
+    """A request with images that are embedded as tokens, since the model has no tower."""
+    driver.open(slot, tokens, shared=shared)
+    driver.plan.new[-1].spans = np.array(spans, np.int32).reshape(-1, 5)
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gemma3_text", "gemma4_text"])
@@ -204,12 +213,12 @@ def test_logits_of_a_prompt_with_images(kind, deterministic, backend, tmp_path):
         ids, spans = random_prompt(rng, largest=5)
         tokens, want = expected(model, ids, spans)
         driver = Driver(runner)
-        driver.open(3, tokens, spans=spans, prompt_len=len(ids))
+        open_slot(driver, 3, tokens, spans)
         driver.prefill(3, ids)
         cuts = tuple(span[0] + span[1] for span in spans) if runner.spec.whole_images else (3, 20, len(ids) - 1)
         for where, hit in (((), 0), (cuts, 0), ((), min(len(ids) - 1, 40) // 16)):
             shared = driver.tables[3][:hit] if not runner.info.num_states else None
-            driver.open(0, tokens, spans=spans, prompt_len=len(ids), shared=shared)
+            open_slot(driver, 0, tokens, spans, shared)
             driver.open(1, ids[:5])
             got = driver.prefill(0, ids, where, 16 * len(shared or ()))
             torch.testing.assert_close(got, want[len(ids) - 1], **near)

@@ -86,9 +86,9 @@ class Span:
     def hidden(self, window: int, whole_images: bool = False) -> torch.Tensor:
         """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
         positions = torch.arange(self.view.length, device=self.lengths.device)
-        firsts, ends = self.seen(window, whole_images).split(1, 1)
-        hidden = positions >= ends
-        return hidden | (positions < firsts) if window else hidden
+        seen = self.seen(window, whole_images)
+        hidden = positions >= seen[:, 1:]
+        return hidden | (positions < seen[:, :1]) if window else hidden
 
     def mask_within(
         self, window: int, dtype: torch.dtype, whole_images: bool = False

@@ -25,7 +25,7 @@ class AttentionForm(NamedTuple):
     window: int = 0  # positions that a token sees, itself included; 0 for all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
     sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
-    whole_images: bool = False  # tokens see as far as `last_visible`, not only what is before them
+    whole_images: bool = False  # tokens see all positions up to `last_visible`
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.step.state_rows import StateRows
 from runtime.kernels.step.step_inputs import Inputs, build_inputs
 from runtime.models.decoder import Decoder
-from runtime.models.forward_batch import ForwardBatch, GroupRows
+from runtime.models.forward_batch import Embeds, ForwardBatch, GroupRows
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import DeviceSlots
 from runtime.worker.gpu.graph_runner import DecodeShape
@@ -47,6 +47,7 @@ class StepKernels:
         shape: MixedShape,
         rows: torch.Tensor,
         has_adapters: bool,
+        embeds: Embeds | None = None,
         rope_positions: torch.Tensor | None = None,  # [3, num_tokens] where the step reaches images
         last_visible: torch.Tensor | None = None,  # [num_tokens] likewise
     ) -> torch.Tensor:
@@ -79,7 +80,7 @@ class StepKernels:
                 )
         states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
         batch = self._batch(inputs, num_tokens, attending, states)
-        batch.rope_positions = rope_positions
+        batch.embeds, batch.rope_positions = embeds, rope_positions
         return self.decoder.forward(batch, self.cache.layers)
 
     def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:
