@@ -16,7 +16,7 @@ from runtime.media.source import ImageFault
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_RATIO = 200  # the longer side to the shorter
-_CPU_S = 2  # most CPU seconds for a picture
+_CPU_S = 4  # most CPU seconds for a picture
 _STRIP = 256  # rows that become RGB at a time, so that a large picture is in memory about twice
 _ORIENTATION = 0x0112  # EXIF's tag; other metadata is ignored
 _TURNS = {

@@ -13,7 +13,7 @@ from runtime.media.resize import Area, Budget, GridTiles, LongestEdge, Square, S
 from runtime.media.rule import ImageMarks, ImageRule, Resize
 
 Json = Mapping[str, Any]
-_Family = Callable[[Json, Json, Json], ImageRule]  # of a config, its vision_config and its processor
+_Family = Callable[[Json, Json, Json], ImageRule]  # takes a config, its vision_config and its processor
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
