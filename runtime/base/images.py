@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import msgspec
 
 DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """A picture as a client sends it: its file's bytes, or an address to fetch it from."""
-
-    data: bytes = b""
-    url: str = ""  # https: or data:, if there are no bytes
-    detail: str = "auto"  # one of DETAILS
-
-
-DETAILS = "auto", "low", "high", "original"  # how much of its size a picture keeps
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -60,19 +46,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """Index after the last token."""
         return self.begin + self.num_tokens
-
-
-class ImageProcessor(Protocol):
-    """Makes a model's images from pictures. Threads may share it. Its errors are CallboardErrors."""
-
-    @property
-    def limits(self) -> Any: ...
-
-    def prepare(self, sources: Sequence[ImageSource]) -> list[Any]:
-        """Return what `expand` needs of each picture. This waits for a child process, and for addresses."""
-
-    def expand(self, token_ids: list[int], prepared: Sequence[Any]) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """Return a prompt with the k-th image's tokens at its k-th mark; raises an error for another number of marks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class ModelTensors:
         tied head."""
         weight_map = self._weight_map
         short = name.removeprefix(weight_map.base)
-        if name in self._others or re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", short):
+        if name in self._others or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])
 

@@ -126,7 +126,7 @@ class CheckpointSource:
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         # A rank reads only its part of each tensor.
         is_whole = spec.shard.size == 1 and self._tensors is self.checkpoint
-        with self.checkpoint.reading_ahead(self.weight_map.ignored) if is_whole else nullcontext():
+        with self.checkpoint.reading_ahead(self.weight_map.unread) if is_whole else nullcontext():
             return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
 
     @cached_property
