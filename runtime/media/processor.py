@@ -13,6 +13,7 @@ from runtime.base.types import CallboardError
 from runtime.child import ChildPool, Overrun
 from runtime.media.expand import Expander, PreparedImage, Vocabulary
 from runtime.media.families import image_rule
+from runtime.media.fetch import bytes_at
 from runtime.media.rule import ImageRule
 from runtime.media.source import ImageFault, ImageLimits, ImageSource
 
@@ -26,6 +27,7 @@ class ImageProcessor:
 
     def __init__(self, rule: ImageRule, vocabulary: Vocabulary, limits: ImageLimits) -> None:
         self.rule, self.limits = rule, limits
+        self.mark = vocabulary.decode([rule.marks.mark], skip_special_tokens=False)  # stands in a prompt for an image
         self._expander = Expander(rule, vocabulary)
 
     @classmethod
@@ -43,7 +45,7 @@ class ImageProcessor:
         num_pixels = 0
         for number, source in enumerate(sources, start=1):
             try:
-                images.append(self._prepared(source))
+                images.append(self.prepare_one(source))
             except ImageFault as e:
                 raise CallboardError(f"Image {number} {e}.") from None
             num_pixels += len(images[-1].image.pixels) // 3
@@ -58,17 +60,18 @@ class ImageProcessor:
         """Replace the k-th mark in `ids` by the k-th image's tokens. Raises CallboardError if their numbers differ."""
         return self._expander.expand(ids, images)
 
-    def _prepared(self, source: ImageSource) -> PreparedImage:
+    def prepare_one(self, source: ImageSource) -> PreparedImage:
+        """Return one source's pixels. Blocks. Raises ImageFault, whose text is a predicate."""
         limits = self.limits
-        data = source.data
+        data = source.data or bytes_at(source.url, limits)
         if len(data) > limits.max_image_bytes:
             raise ImageFault(f"has {len(data):,} bytes, more than the limit of {limits.max_image_bytes:,}")
         try:
             return _CHILDREN.run(
                 _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
             )
-        except Overrun as e:
-            raise ImageFault(f"cannot be decoded: it {e}") from None
+        except Overrun:
+            raise ImageFault("takes too much time or memory to decode; send a smaller picture") from None
 
 
 def _decode(*args: Any) -> PreparedImage:

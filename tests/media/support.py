@@ -51,4 +51,6 @@ class Letters:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(self.tokens[i] if i < len(self.tokens) else chr(i - 1000) for i in ids)
+        return "".join(
+            self.tokens[i] if i < len(self.tokens) else chr(i - 1000) if 1000 < i < 2000 else f"<{i}>" for i in ids
+        )

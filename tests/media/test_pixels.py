@@ -58,14 +58,14 @@ def test_smolvlm_pixels(size: tuple[int, int], longest: int, split: bool):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("model_type", "name", "settings"), [
-    ("qwen3_5", "Qwen2VLImageProcessorPil", {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}),
-    ("qwen3_vl", "Qwen2VLImageProcessorPil", {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}),
-    ("qwen2_5_vl", "Qwen2VLImageProcessorPil", {"patch_size": 14, "min_pixels": 3136, "max_pixels": 1_003_520}),
-    ("glm4v", "Glm4vImageProcessorPil", {"size": {"shortest_edge": 12_544, "longest_edge": 1_000_000}}),
+    ("qwen3_5", "Qwen2VL", {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}),
+    ("qwen3_vl", "Qwen2VL", {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}),
+    ("qwen2_5_vl", "Qwen2VL", {"patch_size": 14, "min_pixels": 3136, "max_pixels": 1_003_520}),
+    ("glm4v", "Glm4v", {"size": {"shortest_edge": 12_544, "longest_edge": 1_000_000}}),
 ])  # fmt: skip
 def test_pixels_in_blocks_of_patches(size: tuple[int, int], model_type: str, name: str, settings: dict[str, Any]):
     ours = decoded(rule(model_type, settings, vision_config={"patch_size": settings.get("patch_size", 14)}), size)
-    theirs = processed(name, size, **settings)
+    theirs = processed(f"{name}ImageProcessorPil", size, **settings)
     patch, merge = settings.get("patch_size", 14), 2
     [[_, rows, columns]] = theirs["image_grid_thw"].tolist()
     assert ours.image.sizes == ((rows * patch, columns * patch),)
@@ -88,7 +88,7 @@ def test_gemma3_pixels(size: tuple[int, int]):
 def test_gemma4_pixels(size: tuple[int, int], tokens: int):
     ours = decoded(rule("gemma4", {"max_soft_tokens": tokens}), size)
     theirs = processed("Gemma4ImageProcessorPil", size, max_soft_tokens=tokens)
-    [height, width], _ = ours.image.sizes[0], None
+    [(height, width)] = ours.image.sizes
     patches = parts(ours)[0].reshape(height // 16, 16, width // 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 768)
     assert theirs["num_soft_tokens_per_image"] == [ours.num_embeddings]
     assert np.array_equal(patches, theirs["pixel_values"][0, : len(patches)])
