@@ -44,6 +44,8 @@ class Tower:
         self._projector = build.steps(spec.projector)
         self._deepstack = {layer: build.steps(spec.deepstack_projector, i) for i, layer in enumerate(spec.deepstack)}
         mean, std = (torch.tensor(values, dtype=torch.float32) for values in (spec.mean, spec.std))
+        if spec.doubles_pixels:
+            mean, std = mean + 0.5 * std, 0.5 * std
         self._factor, self._offset = (x.to(numerics.device) for x in (1 / (255 * std), mean / std))
 
     @torch.inference_mode()
