@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from runtime.base.images import Image, ImageInfo, ImageSpan
 from runtime.base.types import CallboardError
 from runtime.media.expand import PreparedImage
-from runtime.media.processor import ImageLimits, ImageSource
+from runtime.media.source import ImageFault, ImageLimits, ImageSource, TooManyPixels
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
@@ -40,14 +40,13 @@ class FakeImages:
         self.limits = ImageLimits(**limits)
         self.sources: list[ImageSource] = []
 
-    def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
-        self.sources += sources
-        return [self._prepared(source) for source in sources]
-
-    def _prepared(self, source: ImageSource) -> PreparedImage:
+    def prepare_one(self, source: ImageSource) -> PreparedImage:
+        self.sources.append(source)
         data = source.data or base64.b64decode(source.url.partition(",")[2])
         if data.startswith(b"bad"):
-            raise CallboardError("The picture cannot be decoded.")
+            raise ImageFault("cannot be decoded")
+        if len(data) > self.limits.max_image_pixels:
+            raise TooManyPixels(f"has {len(data)} pixels")
         image = Image(blake2b(data, digest_size=16).digest(), ((1, len(data)),), 3 * data)
         return PreparedImage(image, (0, 0), 1 if source.detail == "low" else len(data))
 
