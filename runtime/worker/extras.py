@@ -218,7 +218,7 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
-# Called when the decoder has new weights; with their source if the classifier has changed, too.
+# Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
 WeightsChanged = Callable[[ModelSource | None], None]
 
 

@@ -1,7 +1,7 @@
 """RunnerImages: encodes a step's images, and keeps their embeddings in a pool of rows that the engine assigns.
 
-Each image is one forward pass of the tower, so its embeddings depend on it alone. Every rank encodes it whole. The pool
-is memory without a policy: the engine decides what is in which row (features/images.py)."""
+Each image is one forward pass of the tower, so its embeddings depend on it alone. Every rank encodes it whole. The
+engine assigns the pool's rows to images (features/images.py)."""
 
 from __future__ import annotations
 

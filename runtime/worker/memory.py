@@ -108,8 +108,8 @@ def plan_memory(
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
     adapters = _adapter_bytes(config, spec, numerics, num_tokens)
-    updates = _update_bytes(config, spec, numerics)
     encoder, images = _image_bytes(config, tower, numerics, working)
+    updates = _update_bytes(config, spec, numerics, encoder)
     room = available - weights - working - graphs - adapters - updates - encoder - images
     states, num_states = 0, 0
     if (state_spec := kv_cache.states) is not None:
@@ -263,14 +263,16 @@ def _adapter_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, 
     return config.max_loras * sum(sizes) * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
 
 
-def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> int:
-    """A second copy of the weights, as a trainer sends them, and the largest layer while it is built."""
+def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, encoder: int) -> int:
+    """A second copy of the weights, as a trainer sends them, and the largest layer while it is built.
+
+    `encoder` has the bytes of the image encoder."""
     if not config.weight_updates or numerics.device.type != "cuda":
         return 0
     sizes = defaultdict[str, int](int)
     for parameter, num_bytes in staged_bytes(spec, numerics).items():
         sizes[".".join(parameter.split(".")[:2]) if parameter.startswith("layers.") else parameter] += num_bytes
-    return sum(sizes.values()) + 2 * max(sizes.values())
+    return sum(sizes.values()) + encoder + max(2 * max(sizes.values()), encoder)
 
 
 def _image_bytes(config: EngineConfig, tower: TowerSpec | None, numerics: Numerics, working: int) -> tuple[int, int]:
@@ -282,7 +284,7 @@ def _image_bytes(config: EngineConfig, tower: TowerSpec | None, numerics: Numeri
     if tower.positions in ("learned", "buckets"):  # its pictures are one size; some are encoded at a time
         patches = min(patches, tower.position_shape[0] * (1 if numerics.device.type == "cpu" else _TILES_AT_ONCE))
     pixels = 3 * tower.patch_size**2
-    elements = 8 * tower.hidden_size + 3 * tower.ffn_size  # in the compute dtype; others are float32
+    elements = 8 * tower.hidden_size + 3 * tower.ffn_size  # compute dtype; others are float32
     encoding = patches * (elements * size + (4 * tower.hidden_size + 3 * pixels) * 4)
     pool = config.image_pool_tokens * tower.width * size
     return tower.num_weights * size, pool + max(0, encoding - working)

@@ -287,10 +287,10 @@ class ModelRunner:
         self.steps.drop_tapes()
 
     def _weights_changed(self, source: ModelSource | None) -> None:
-        """The decoder has the weights of an update; with a source, so have the classifier's."""
+        """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
-        for extra in self.extras:
+        for extra in (*self.extras, self.images):
             if source is not None and isinstance(extra, ReadsWeights):
                 extra.read_weights(source)
 

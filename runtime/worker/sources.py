@@ -25,6 +25,8 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
+from runtime.media.families import rule_of
+from runtime.media.rule import ImageRule
 from runtime.models import CLASSIFIER
 from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
@@ -98,7 +100,7 @@ def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
     if config.images == "off" or source.tower is None:
         return None
     assert config.max_image_tokens is not None, "`config` is not sized for a device"
-    return ImageInfo(source.image_token_id, config.image_pool_tokens, config.max_image_tokens)
+    return ImageInfo(source.image_token_id, config.image_pool_tokens, max_tokens=config.max_image_tokens)
 
 
 class CheckpointSource:
@@ -123,21 +125,27 @@ class CheckpointSource:
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         # A rank reads only its part of each tensor.
         is_whole = spec.shard.size == 1 and self._tensors is self.checkpoint
-        with self.checkpoint.reading_ahead(self.weight_map.ignored) if is_whole else nullcontext():
+        with self.checkpoint.reading_ahead(self.weight_map.unread) if is_whole else nullcontext():
             return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
 
     @cached_property
     def tower(self) -> TowerSpec | None:
         spec, tensors = tower_spec(self.checkpoint.config), self.checkpoint
-        if spec is None or all(name in tensors for name in tower_tensors(tensors.names(), spec).values()):
+        if spec is None or self._image_rule is None:
+            return None
+        if all(name in tensors for name in tower_tensors(tensors.names(), spec).values()):
             return spec
-        logger.warning("%s lacks tensors of its image encoder, so that it takes no images", self.path)
+        logger.warning("%s lacks tensors of its image encoder; it takes no images", self.path)
         return None
+
+    @cached_property
+    def _image_rule(self) -> ImageRule | None:
+        return rule_of(self.checkpoint.config, {})
 
     @property
     def image_token_id(self) -> int:
-        config = self.checkpoint.config
-        return int(config.get("image_token_id", config.get("image_token_index", -1)))
+        assert self._image_rule is not None
+        return self._image_rule.token_id
 
     def load_tower(self, numerics: Numerics) -> Tower:
         assert self.tower is not None

@@ -32,7 +32,6 @@ WEIGHT_MAP = WeightMap(_NAMES | {part: "model.layers.{}.feed_forward." + name fo
 IMAGE_TEXT_WEIGHT_MAP = WeightMap(
     {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
     base="model.language_model.",
-    ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
 MOE_WEIGHT_MAP = WeightMap(
     _NAMES

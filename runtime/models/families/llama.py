@@ -31,7 +31,6 @@ WEIGHT_MAP = WeightMap({
 IMAGE_TEXT_WEIGHT_MAP = WeightMap(
     {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
     base="model.text_model.",
-    ignored=r"(model\.)?(vision_model|connector)\..*",
 )
 
 

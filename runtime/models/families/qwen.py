@@ -27,7 +27,6 @@ WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_QK_NORMS})
 IMAGE_TEXT_WEIGHT_MAP = WeightMap(  # Qwen3-VL
     {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
     base="model.language_model.",
-    ignored=r"(model\.)?visual\..*",
 )
 SHARED_NAMES = {
     "shared_gate": "model.layers.{}.mlp.shared_expert_gate",

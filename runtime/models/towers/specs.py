@@ -18,9 +18,8 @@ def tower_spec(config: Config) -> TowerSpec | None:
     """Return the image encoder that a config.json describes; None for a model that takes no images.
 
     Raises CallboardError for a variant that is not supported."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    vision = config.get("vision_config")
+    named, vision = config.get("architectures"), config.get("vision_config")
+    name = str(named[-1]) if isinstance(named, list) and named else ""  # a GGUF file's text is the first
     if name not in _TOWERS or not isinstance(vision, Mapping):
         return None
     return _TOWERS[name](config, dict(vision), with_defaults(config, name))
@@ -132,7 +131,6 @@ def _lfm2(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
     return TowerSpec(
         **_siglip(vision, text) | {"position_shape": (vision["num_patches"], hidden)},
         merge=merge,
-        pixels_first=True,
         positions="resized",
         projector=(
             Step("norm", "post_norm", (hidden,), True, vision["layer_norm_eps"]),
@@ -313,7 +311,6 @@ def _gemma4(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
         qkv_bias=vision["attention_bias"],
         bias=False,
         patch_bias=False,
-        pixels_first=True,
         norm="rms",
         norm_eps=vision["rms_norm_eps"],
         post_norms=True,

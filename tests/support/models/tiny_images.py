@@ -12,7 +12,7 @@ _SIDE = 8  # pixels of an embedding
 
 
 def tiny_tower(out_size: int) -> TowerSpec:
-    """A tower with patches of 4 x 4 pixels, four of which become one embedding."""
+    """A tower with patches of 4 x 4 pixels. Four patches become one embedding."""
     return TowerSpec(
         num_layers=2, hidden_size=24, ffn_size=40, num_heads=2, head_dim=12, out_size=out_size, patch_size=4, merge=2,
         projector=(Step("blocks"), Step("linear", "projection", (out_size, 96), True)), names={}, rope="halves",
@@ -27,5 +27,5 @@ def image_of(seed: int, rows: int, columns: int) -> Image:
 
 
 def span_of(begin: int, seed: int, rows: int, columns: int) -> ImageSpan:
-    """A span whose tokens all have an embedding."""
+    """A span in which each token has an embedding."""
     return ImageSpan(begin, rows * columns, image_of(seed, rows, columns), (1, rows, columns))
