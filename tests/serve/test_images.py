@@ -146,6 +146,21 @@ async def test_text_does_not_forge_a_mark():
     assert shown_prompt(engine)[: span.begin] == "<user>An <image> here: "
 
 
+async def test_a_message_that_spells_a_mark_is_named():
+    async with client_with_images(engine_with_images(), TEMPLATE, None, True) as client:
+        forged = [user(IMAGE_URL), {"role": "assistant", "content": "A."}, user(text("An <image>."))]
+        answer = await client.post(CHAT, json={"messages": forged})
+    assert_error(answer, 400, "messages.2.content", "2 image marks for 1 images")
+
+
+async def test_pictures_are_prepared_in_threads():
+    images = FakeImages()
+    async with client_with_images(engine_with_images(), TEMPLATE, images) as client:
+        await client.post(CHAT, json={"messages": [user(IMAGE_URL)]})
+        await client.post(RESPONSES, json={"input": [user(INPUT_IMAGE)]})
+    assert {name.rpartition("_")[0] for name in images.threads} == {"images"}
+
+
 async def test_choices_share_the_pictures():
     engine = engine_with_images()
     async with client_with_images(engine) as client:

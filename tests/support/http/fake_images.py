@@ -1,6 +1,7 @@
 """A model that takes images, for tests of the front end: pictures are not decoded."""
 
 import base64
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -39,9 +40,11 @@ class FakeImages:
     def __init__(self, **limits) -> None:
         self.limits = ImageLimits(**limits)
         self.sources: list[ImageSource] = []
+        self.threads: set[str] = set()
 
     def prepare_one(self, source: ImageSource) -> PreparedImage:
         self.sources.append(source)
+        self.threads.add(threading.current_thread().name)
         data = source.data or base64.b64decode(source.url.partition(",")[2])
         if data.startswith(b"bad"):
             raise ImageFault("cannot be decoded")
@@ -70,9 +73,12 @@ def engine_with_images(text: str = "ok") -> FakeEngine:
     return engine
 
 
-def app_with_images(engine: FakeEngine, template: str = TEMPLATE, images: FakeImages | None = None) -> Starlette:
-    service = Service(engine, None, MODEL)
-    service.start(byte_tokenizer(template, (MARK,)), images=images or FakeImages())
+def app_with_images(
+    engine: FakeEngine, template: str = TEMPLATE, images: FakeImages | None = None, spells_marks: bool = False
+) -> Starlette:
+    service, tokenizer = Service(engine, None, MODEL), byte_tokenizer(template, (MARK,))
+    tokenizer.special_tokens_in_contents = spells_marks
+    service.start(tokenizer, images=images or FakeImages())
     return build_http_app(service)
 
 
