@@ -15,6 +15,7 @@ from typing import Literal, Self
 from runtime.base.config import EngineConfig, check_settings, names_of, setting
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
+from runtime.media.source import ImageLimits
 from serve_app.durations import Duration
 
 
@@ -208,6 +209,15 @@ class HttpSettings:
     def longest_body(self, takes_images: bool) -> int:
         """Return the longest request body."""
         return self.max_body_bytes or (32 << 20 if takes_images else 8 << 20)
+
+    def image_limits(self, max_image_tokens: int) -> ImageLimits:
+        """Return what requests may have of images, for a model with this limit of an image's tokens."""
+        return ImageLimits(
+            max_images=self.max_images,
+            max_image_bytes=self.max_image_bytes,
+            max_image_tokens=max_image_tokens,
+            image_urls=self.image_urls,
+        )
 
     def check_extras(self) -> None:
         """Raise CallboardError if a setting needs a missing package."""

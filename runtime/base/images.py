@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import msgspec
 
 DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """A picture as a client sends it: its file's bytes, or an address to fetch it from."""
-
-    data: bytes = b""
-    url: str = ""  # https: or data:, if there are no bytes
-    detail: str = "auto"  # one of DETAILS
-
-
-DETAILS = "auto", "low", "high", "original"  # how much of its size a picture keeps
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -31,9 +17,19 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes = b""  # uint8 [height, width, 3] of each, in order; empty where a message names the image alone
 
     @property
+    def key(self) -> str:
+        """Identifies the image in messages."""
+        return self.digest.hex()
+
+    @property
     def named(self) -> Image:
         """The image without its pixels."""
         return Image(self.digest, self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return len(self.pixels)
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -52,26 +48,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.begin + self.num_tokens
 
 
-class ImageUpdate(msgspec.Struct, array_like=True, tag=17):
-    """On a connection: the receiver drops the images with the digests in `removed`, then stores `added`."""
-
-    added: list[Image]
-    removed: list[bytes] = []
-
-
-class ImageProcessor(Protocol):
-    """Makes a model's images from pictures. Threads may share it. Its errors are CallboardErrors."""
-
-    @property
-    def limits(self) -> Any: ...
-
-    def prepare(self, sources: Sequence[ImageSource]) -> list[Any]:
-        """Return what `expand` needs of each picture. This waits for a child process, and for addresses."""
-
-    def expand(self, token_ids: list[int], prepared: Sequence[Any]) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        """Return a prompt with the k-th image's tokens at its k-th mark; raises an error for another number of marks."""
-
-
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """What engine and fronts need to know about a model that takes images."""
@@ -79,3 +55,4 @@ class ImageInfo:
     token_id: int  # stands in a prompt for each embedding of an image
     pool_rows: int  # embeddings that the runner keeps
     stays_whole: bool = False  # an image's tokens see each other, so that no row ends within one (Gemma 3)
+    max_tokens: int = 4096  # most embeddings of one image

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 from runtime.base.images import Image, ImageSpan
 from runtime.base.types import CallboardError
-from runtime.media.rule import ImageMarks, ImageRule
+from runtime.media.rule import ImageRule, Size
 
 
 class Vocabulary(Protocol):
     """The part of a Tokenizer that an image processor needs."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def token_to_id(self, token: str) -> int | None: ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -36,105 +33,120 @@ class Expander:
 
     def __init__(self, rule: ImageRule, vocabulary: Vocabulary) -> None:
         self._rule, self._vocabulary = rule, vocabulary
-        self._mark = _id(vocabulary, rule.marks.mark)
-        self._encode = lru_cache(maxsize=256)(lambda text: tuple(vocabulary.encode(text, False)))
 
     def expand(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Replace the k-th mark by the k-th image's tokens. Raises CallboardError if their numbers differ."""
-        num_marks = sum(token == self._mark for token in ids)
-        if num_marks != len(images):
+        marks = self._rule.marks
+        places = [place for place, token in enumerate(ids) if token == marks.mark]
+        if len(places) != len(images):
+            spelled = self._vocabulary.decode([marks.mark], skip_special_tokens=False)
             raise CallboardError(
-                f"The prompt has {num_marks} image marks ({self._rule.marks.mark}) for {len(images)} images; "
-                "leave the mark out of texts, and use a chat template that writes one mark for each image."
+                f"The prompt has {len(places)} image marks ({spelled}) for {len(images)} images; "
+                "leave the mark out of texts, and use a chat template that writes one for each image."
             )
-        expanded: list[int] = []
-        spans: list[ImageSpan] = []
-        begin = 0
-        for image in images:
-            at = _index(ids, self._mark, begin)
-            expanded += ids[begin:at]
-            begin = at + 1
-            spans.append(self._append(expanded, image))
-            if self._rule.marks.end.endswith("\n"):
-                begin += self._join_newlines(expanded, ids[begin : begin + 1])
-        return expanded + list(ids[begin:]), tuple(spans)
+        if not images:
+            return list(ids), ()
+        tokens = _Tokens(self._rule.token_id, self._vocabulary)
+        spans, begin = [], 0
+        for place, image in zip(places, images, strict=True):
+            tokens.add(ids[begin:place])
+            spans.append(self._append(tokens, image))
+            begin = place + 1
+        tokens.add(ids[begin:])
+        return tokens.ids, tuple(spans)
 
-    def _append(self, expanded: list[int], image: PreparedImage) -> ImageSpan:
+    def _append(self, tokens: _Tokens, image: PreparedImage) -> ImageSpan:
         """Append one image's tokens, and return their span."""
-        first = last = -1
-        for piece in _pieces(self._rule, image):
-            if isinstance(piece, int):
-                first = len(expanded) if first < 0 else first
-                expanded += [self._rule.token_id] * piece
-                last = len(expanded)
-            elif piece.startswith("\n") and first < 0:
-                newlines = piece[: len(piece) - len(piece.lstrip("\n"))]
-                self._join_newlines(expanded, self._encode(newlines))
-                expanded += self._encode(piece[len(newlines) :])
-            else:
-                expanded += self._encode(piece)
-        rows, columns = self._rule.grid(image.image.sizes[0])
-        grid = (1, rows, columns) if len(image.image.sizes) == 1 else (1, 1, image.num_embeddings)
-        return ImageSpan(first, last - first, image.image, grid)
+        rule, sizes = self._rule, image.image.sizes
+        tokens.add_newlines(rule.marks.newlines)
+        tokens.begin_span()
+        if image.tiles == (0, 0):
+            tokens.add_text(rule.marks.begin)
+            _add_rows(tokens, rule, sizes[0])
+        else:
+            _add_tiles(tokens, rule, image)
+        num_tokens = tokens.span_end - tokens.span_begin
+        tokens.add_text(rule.marks.end)
+        tokens.add_newlines(rule.marks.newlines)
+        grid = rule.grid(sizes[0]) if len(sizes) == 1 else (1, image.num_embeddings)
+        return ImageSpan(tokens.span_begin, num_tokens, image.image, (1, *grid))
 
-    def _join_newlines(self, expanded: list[int], following: Sequence[int]) -> int:
-        """Append `following` as the tokenizer would: newlines on both sides of the seam become one token.
 
-        Returns how many tokens it appended; none if there is nothing to join and `following` is text."""
-        if not following:
-            return 0
-        before = self._newlines(expanded[-1:])
-        after = self._newlines(following)
-        if before and after:
-            expanded[-1:] = self._encode(before + after)
-            return len(following)
-        if after:
-            expanded += following
-            return len(following)
-        return 0
+def _add_rows(tokens: _Tokens, rule: ImageRule, size: Size) -> None:
+    rows, columns = rule.grid(size)
+    if not rule.marks.row_break:
+        tokens.add_embeddings(rows * columns)
+        return
+    for row in range(rows):
+        if row:
+            tokens.add_text(rule.marks.row_break)
+        tokens.add_embeddings(columns)
+
+
+def _add_tiles(tokens: _Tokens, rule: ImageRule, image: PreparedImage) -> None:
+    marks, sizes = rule.marks, image.image.sizes
+    num_rows, num_columns = image.tiles
+    tokens.add_text(marks.tiles_begin)
+    for row in range(num_rows):
+        for column in range(num_columns):
+            tokens.add_text(marks.tile.format(row=row + 1, column=column + 1))
+            tokens.add_embeddings(rule.num_embeddings(sizes[:1]))
+        tokens.add_text(marks.row_end)
+    if len(sizes) > num_rows * num_columns:
+        tokens.add_text(marks.thumbnail)
+        tokens.add_embeddings(rule.num_embeddings(sizes[-1:]))
+
+
+class _Tokens:
+    """Token ids that grow. Neighbouring texts are encoded together, as if they were one."""
+
+    def __init__(self, token_id: int, vocabulary: Vocabulary) -> None:
+        self.ids: list[int] = []
+        self.span_begin = self.span_end = -1  # first and last embedding's place since begin_span
+        self._token_id, self._vocabulary = token_id, vocabulary
+        self._text = ""
+        self._join = False  # the ids end with newlines of an image
+
+    def add(self, ids: Sequence[int]) -> None:
+        self._flush()
+        if self._join and ids and (newlines := self._newlines(ids[:1])):
+            self.add_newlines(newlines)
+            ids = ids[1:]
+        self._join = self._join and not ids
+        self.ids += ids
+
+    def add_text(self, text: str | int) -> None:
+        if isinstance(text, str):
+            self._text += text
+        else:
+            self.add([text])
+
+    def add_newlines(self, newlines: str) -> None:
+        """Append newlines. With newlines before them, they are encoded as one text."""
+        self._flush()
+        if newlines:
+            before = self._newlines(self.ids[-1:])
+            del self.ids[len(self.ids) - bool(before) :]
+            self.ids += self._vocabulary.encode(before + newlines, False)
+            self._join = True
+
+    def add_embeddings(self, num_embeddings: int) -> None:
+        self._flush()
+        self._join = False
+        if self.span_begin < 0:
+            self.span_begin = len(self.ids)
+        self.ids += [self._token_id] * num_embeddings
+        self.span_end = len(self.ids)
+
+    def begin_span(self) -> None:
+        self.span_begin = -1
+
+    def _flush(self) -> None:
+        if self._text:
+            self.ids += self._vocabulary.encode(self._text, False)
+            self._text, self._join = "", False
 
     def _newlines(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` if it is newlines alone."""
         text = self._vocabulary.decode(list(ids), skip_special_tokens=False)
-        return text if not text.strip("\n") else ""
-
-
-def _pieces(rule: ImageRule, image: PreparedImage) -> Iterator[str | int]:
-    """Yield an image's texts and, as integers, the numbers of embeddings between them."""
-    marks, sizes = rule.marks, image.image.sizes
-    if image.tiles == (0, 0) or not (marks.tile or marks.thumbnail):
-        yield marks.begin
-        yield from _rows(marks, rule.grid(sizes[0])) if marks.row_break else (image.num_embeddings,)
-        yield marks.end
-        return
-    text = marks.tiles_begin
-    num_rows, num_columns = image.tiles
-    for number, size in enumerate(sizes[: num_rows * num_columns]):
-        row, column = divmod(number, num_columns)
-        yield text + marks.tile.format(row=row + 1, column=column + 1)
-        yield rule.num_embeddings((size,))
-        text = marks.row_end if column == num_columns - 1 else ""
-    if len(sizes) > num_rows * num_columns:
-        yield text + marks.thumbnail
-        yield rule.num_embeddings(sizes[-1:])
-        text = ""
-    yield text + marks.end
-
-
-def _rows(marks: ImageMarks, grid: tuple[int, int]) -> Iterator[str | int]:
-    rows, columns = grid
-    for row in range(rows):
-        yield columns
-        if row < rows - 1:
-            yield marks.row_break
-
-
-def _id(vocabulary: Vocabulary, token: str) -> int:
-    found = vocabulary.token_to_id(token)
-    if found is None:
-        raise CallboardError(f"The model's tokenizer has no token {token}, which its images need.")
-    return found
-
-
-def _index(ids: Sequence[int], token: int, begin: int) -> int:
-    return next(at for at in range(begin, len(ids)) if ids[at] == token)
+        return "" if text.strip("\n") else text

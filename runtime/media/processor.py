@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from runtime.base.images import Image, ImageSpan
+from runtime.base.images import ImageSpan
+from runtime.base.types import CallboardError
+from runtime.child import ChildPool, Overrun
 from runtime.media.expand import Expander, PreparedImage, Vocabulary
 from runtime.media.families import image_rule
-from runtime.media.rule import Detail, ImageRule
+from runtime.media.fetch import bytes_at
+from runtime.media.rule import ImageRule
+from runtime.media.source import ImageFault, ImageLimits, ImageSource
 
-
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
-    """What a server accepts. A request beyond them is an error that names the limit."""
-
-    max_images: int = 20  # a request
-    max_image_bytes: int = 20 << 20  # encoded
-    max_image_pixels: int = 32_000_000  # as the file has them
-    max_image_tokens: int = 4096  # larger pictures are scaled down, or refused with detail "original"
-    max_request_pixels: int = 64_000_000  # after resizing, all images of a request
-    image_urls: tuple[str, ...] = ()  # hosts that https URLs may name; ("any",) for all public ones
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSource:
-    """A client's picture: an encoded file, or a URL (https: or data:) if `data` is empty."""
-
-    data: bytes = b""
-    url: str = ""
-    detail: Detail = "auto"
+_MAX_CHILDREN = max(1, min(4, (os.cpu_count() or 1) // 2))
+_MEMORY = 512 << 20  # bytes of a child
+_DEADLINE_S = 20.0  # wall time; decode.py limits the CPU time
 
 
 class ImageProcessor:
@@ -38,6 +27,7 @@ class ImageProcessor:
 
     def __init__(self, rule: ImageRule, vocabulary: Vocabulary, limits: ImageLimits) -> None:
         self.rule, self.limits = rule, limits
+        self.mark = vocabulary.decode([rule.marks.mark], skip_special_tokens=False)  # stands in a prompt for an image
         self._expander = Expander(rule, vocabulary)
 
     @classmethod
@@ -48,8 +38,49 @@ class ImageProcessor:
 
     def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
         """Return the sources' pixels. Blocks; a fault in a picture raises CallboardError with the picture's number."""
-        raise NotImplementedError
+        limits = self.limits
+        if len(sources) > limits.max_images:
+            raise CallboardError(f"The request has {len(sources)} images; this server takes up to {limits.max_images}.")
+        images: list[PreparedImage] = []
+        num_pixels = 0
+        for number, source in enumerate(sources, start=1):
+            try:
+                images.append(self.prepare_one(source))
+            except ImageFault as e:
+                raise CallboardError(f"Image {number} {e}.") from None
+            num_pixels += len(images[-1].image.pixels) // 3
+            if num_pixels > limits.max_request_pixels:
+                raise CallboardError(
+                    f"The request's images have over {limits.max_request_pixels:,} pixels after resizing, the limit; "
+                    'send fewer images, or with detail "low".'
+                )
+        return images
 
     def expand(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Replace the k-th mark in `ids` by the k-th image's tokens. Raises CallboardError if their numbers differ."""
         return self._expander.expand(ids, images)
+
+    def prepare_one(self, source: ImageSource) -> PreparedImage:
+        """Return one source's pixels. Blocks. Raises ImageFault, whose text is a predicate."""
+        limits = self.limits
+        data = source.data or bytes_at(source.url, limits)
+        if len(data) > limits.max_image_bytes:
+            raise ImageFault(f"has {len(data):,} bytes, more than the limit of {limits.max_image_bytes:,}")
+        try:
+            return _CHILDREN.run(
+                _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
+            )
+        except Overrun:
+            raise ImageFault("takes too much time or memory to decode; send a smaller picture") from None
+
+
+def _decode(*args: Any) -> PreparedImage:
+    """Run in a child: only there is Pillow imported."""
+    return importlib.import_module("runtime.media.decode").decode_within_limits(*args)  # type: ignore[no-any-return]
+
+
+def _warm_up() -> None:
+    importlib.import_module("runtime.media.decode").warm_up()
+
+
+_CHILDREN = ChildPool(_MAX_CHILDREN, _MEMORY, 5, _warm_up)  # niceness 5: running streams go first

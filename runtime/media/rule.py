@@ -13,7 +13,7 @@ Size = tuple[int, int]  # height, width
 
 @dataclass(frozen=True, slots=True)
 class ResizePlan:
-    """What becomes of one picture: resized in turn to each of `sizes`, then perhaps cut into tiles."""
+    """A picture is resized to each size in turn, then perhaps cut into tiles."""
 
     sizes: tuple[Size, ...]
     tiles: tuple[int, int] = (0, 0)  # rows and columns; (0, 0) keeps the picture whole
@@ -39,18 +39,19 @@ class Resize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageMarks:
-    """The text around an image's embeddings. Special tokens are spelled out.
+    """The tokens around an image's embeddings: texts with special tokens spelled out, or a token id.
 
     A whole picture is `begin`, its embeddings and `end`. Its rows are separated by `row_break` if that is set.
     Tiles are `tiles_begin`, then each tile's mark and embeddings, with `row_end` after each row of tiles; then
     `thumbnail`, its embeddings and `end`."""
 
-    mark: str  # token that a template writes for an image
-    begin: str = ""
-    end: str = ""
+    mark: int  # token id that a template writes for an image
+    begin: str | int = ""
+    end: str | int = ""
+    newlines: str = ""  # before and after all that; the tokenizer joins them with the newlines around
     row_break: str = ""
     tiles_begin: str = ""
-    tile: str = ""  # with {row} and {column}, which count from 1; empty for families without such marks
+    tile: str = ""  # contains {row} and {column}, which count from 1
     row_end: str = ""
     thumbnail: str = ""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.base.images import DETAILS, ImageSource
+from runtime.base.images import ImageInfo, ImageSpan
+from runtime.base.types import CallboardError
+from runtime.media.processor import ImageProcessor
+from runtime.media.rule import DETAILS, Detail
+from runtime.media.source import ImageLimits, ImageSource
 from runtime.output.fields import invalid, shown
+from runtime.text.tokenizer import Tokenizer
 
 IMAGE_KINDS = frozenset(("image", "image_url", "input_image", "computer_screenshot"))  # types of parts
 
@@ -38,7 +43,45 @@ def data_url(text: str) -> str:
     return f"data:;base64,{text}"
 
 
-def local_source(path: str, part: Mapping[str, Any]) -> ImageSource:
+def with_marks(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[ImageSource]]:
+    """Return messages with a plain part for each picture, as templates read them, and the pictures.
+
+    Raises FieldError for a picture in an unknown form."""
+    sources: list[ImageSource] = []
+
+    def marked(path: str, part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_KINDS:
+            return part
+        sources.append(_local_source(path, part))
+        return {"type": "image"}
+
+    plain = list(messages)
+    for i, message in enumerate(messages):
+        if isinstance(content := message.get("content"), list):
+            parts = [marked(f"messages.{i}.content.{j}", part) for j, part in enumerate(content)]
+            plain[i] = {**message, "content": parts}
+    return plain, sources
+
+
+def processor_for(info: ImageInfo | None, folder: Path, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """Return the processor of pictures for a model in this process; None if it takes none."""
+    if info is None:
+        return None
+    return ImageProcessor.of(folder, tokenizer, ImageLimits(max_image_tokens=info.max_tokens))
+
+
+def with_images(
+    ids: list[int], sources: Sequence[ImageSource], processor: ImageProcessor | None
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Return a prompt's token ids with its pictures' tokens, and the places of the pictures."""
+    if not sources:
+        return ids, ()
+    if processor is None:
+        raise CallboardError("This model takes no images here; leave them out of the messages.")
+    return processor.expand(ids, processor.prepare(sources))
+
+
+def _local_source(path: str, part: Mapping[str, Any]) -> ImageSource:
     """Return the picture in a part from this process: also a PIL image, an array, a file's path or its bytes."""
     given = part.get("image", part.get("image_url"))
     value = given.get("url") if isinstance(given, Mapping) else given
@@ -47,6 +90,13 @@ def local_source(path: str, part: Mapping[str, Any]) -> ImageSource:
     if value is None or isinstance(value, str):
         return source_of(path, part)
     return ImageSource(file_of(path, value), detail=_detail(path, part))
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is a path, a PIL image or an array of pixels."""
+    if isinstance(value, np.ndarray):
+        return value.dtype == np.uint8 and value.ndim == 3
+    return isinstance(value, Path) or type(value).__module__.startswith("PIL.")
 
 
 def file_of(path: str, value: Any) -> bytes:
@@ -71,9 +121,9 @@ def file_of(path: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def _detail(path: str, part: Mapping[str, Any]) -> str:
+def _detail(path: str, part: Mapping[str, Any]) -> Detail:
     given = part.get("image_url")
-    detail = part.get("detail") or (given.get("detail") if isinstance(given, Mapping) else None) or DETAILS[0]
+    detail = part.get("detail") or (given.get("detail") if isinstance(given, Mapping) else None) or "auto"
     if detail not in DETAILS:
         raise invalid(f"{path}.detail", f"is {shown(detail)}; it should be one of {', '.join(DETAILS)}")
-    return str(detail)
+    return detail

@@ -17,10 +17,10 @@ from typing import Any
 from actors.wire.engine_client import EngineClient, EngineRefusal, Replaceable
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
-from runtime.base.images import ImageProcessor
 from runtime.base.reports import Vector, one_of
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.requests import requests_of
+from runtime.media.processor import ImageProcessor
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
@@ -108,20 +108,9 @@ class Service:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
             raise unknown_model(name, self.names())
-        info = self._client.info
-        has_encoder = info.images is not None or not info.fingerprint  # no engine has reported it so far
-        return ServedModel(
-            name,
-            self._tokenizer,
-            self._chats,
-            info,
-            self.draft,
-            "" if adapter is None else adapter.digest,
-            self.model,
-            self.sleep.is_allowed,
-            self._images if has_encoder else None,
-            "" if self._images is None else " here: its image encoder is off (images) or not among its files",
-        )
+        digest, sleeps = "" if adapter is None else adapter.digest, self.sleep.is_allowed
+        info, draft = self._client.info, self.draft
+        return ServedModel(name, self._tokenizer, self._chats, info, draft, digest, self.model, sleeps, self._images)
 
     @property
     def takes_images(self) -> bool:

@@ -44,7 +44,6 @@ class TowerSpec:
     qkv_bias: bool = True
     bias: bool = True  # other maps of a layer have one
     patch_bias: bool = True
-    pixels_first: bool = False  # a patch's vector has its three channels innermost
     norm: Literal["norm", "rms"] = "norm"
     norm_eps: float = 1e-6
     patch_norm: bool = False  # a norm precedes the layers

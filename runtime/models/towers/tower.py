@@ -153,6 +153,10 @@ class _Builder:
         if step.op in ("norm", "rms"):
             weight = self.read(f"{step.name}.weight") if step.name else None
             return Norm(weight, self.read(f"{step.name}.bias") if step.bias else None, step.eps)
+        if step.op == "rms_plus_one":
+            return Norm(self.read(f"{step.name}.weight").float() + 1.0, None, step.eps)
+        if step.op == "matmul":
+            return Map(self.read(f"{step.name}.weight").T.contiguous(), None)
         if step.op == "linear":
             return self.map(step.name, step.bias)
         if step.op == "standard":

@@ -32,8 +32,12 @@ class ReadParameter(Protocol):
 def tower_tensors(names: Iterable[str], spec: TowerSpec) -> dict[str, str]:
     """Return the tensor of each parameter, among a checkpoint's names. Missing ones have their short name."""
     stored = {_WRAPPERS.sub("", name): name for name in names}
-    short = {parameter: _short_name(spec, parameter) for parameter in spec.shapes()}
-    return {parameter: stored.get(name, name) for parameter, name in short.items()}
+    return {parameter: stored.get(name, name) for parameter, name in short_names(spec).items()}
+
+
+def short_names(spec: TowerSpec) -> dict[str, str]:
+    """Return the tensor of each parameter, without wrappers."""
+    return {parameter: _short_name(spec, parameter) for parameter in spec.shapes()}
 
 
 def _short_name(spec: TowerSpec, parameter: str) -> str:
@@ -71,8 +75,10 @@ class _FromSource:
             return x.reshape(shape)
         if x.ndim == 5:  # [out, 3, frames, side, side] over equal frames
             x = x.float().sum(2).to(x.dtype)
-        side = self._spec.patch_size
-        return (x.view(-1, side, side, 3).permute(0, 3, 1, 2) if self._spec.pixels_first else x).reshape(shape)
+        if (name := f"{name}.1") in self._source:  # GGUF has each frame in a tensor
+            x += self._source.tensor(name, self._numerics.dtype, self._numerics.device)
+        side = self._spec.patch_size  # a linear map has the channels innermost
+        return (x.view(-1, side, side, 3).permute(0, 3, 1, 2) if x.ndim == 2 else x).reshape(shape)
 
     def limits(self, name: str) -> tuple[float, ...]:
         if not self._spec.limits or name == "patch":

@@ -73,9 +73,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
 
         ids, form = encode(request.template_messages(model.images is not None))
-        if model.images is None:
-            return ChatIds(ids, form)
-        ids, images = with_images(request, model.images, ids, lambda messages: encode(messages)[0], where)
+        ids, images = with_images(request, model, ids, lambda messages: encode(messages)[0], where)
         return ChatIds(ids, form, images)
 
     def parts(self, request: ChatRequest, model: ServedModel) -> dict[str, int]:

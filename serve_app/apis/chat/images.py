@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runtime.base.images import ImageProcessor, ImageSource, ImageSpan
+from runtime.base.images import ImageSpan
 from runtime.base.types import CallboardError
+from runtime.media.expand import PreparedImage
+from runtime.media.processor import ImageProcessor
+from runtime.media.source import ImageSource
 from runtime.output.fields import FieldError, invalid, shown
 from serve_app.apis.chat.messages import ImagePart
 from serve_app.apis.chat.request import ChatRequest
@@ -29,13 +32,14 @@ def unseen(where: str, request: ChatRequest, model: ServedModel) -> tuple[str, .
 
 
 def with_images(
-    request: ChatRequest, images: ImageProcessor, ids: list[int], encode: Encode, where: str
+    request: ChatRequest, model: ServedModel, ids: list[int], encode: Encode, where: str
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Return a prompt's token ids with those of its pictures, and their places. Raises FieldError for a picture that
-    the model cannot get.
+    """Return a prompt's token ids with its pictures' tokens, and the places of the pictures.
 
-    This waits for a child process that decodes pictures, and for addresses."""
-    if not (parts := request.images()):
+    Raises FieldError for an unusable picture. This waits for a child process that decodes pictures, and for
+    addresses."""
+    images, parts = model.images, request.images()
+    if images is None or not parts:
         return ids, ()
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if (value := getattr(request, name)) is not None:
@@ -46,15 +50,16 @@ def with_images(
     try:
         found, spans = images.expand(ids, prepared)
     except CallboardError as e:
-        raise _misplaced(request, images, prepared, encode, where, str(e)) from e
+        at = _message_at_fault(request, images, prepared, encode, model.tokenizer.id_to_token(images.rule.marks.mark))
+        raise FieldError(at or where, f"{at or where}: {e}") from e
     num_pixels, most = sum(len(span.image.pixels) // 3 for span in spans), images.limits.max_request_pixels
     if num_pixels > most:
         raise invalid(where, f"has images of {num_pixels} pixels in all; this server allows {most}")
     return found, spans
 
 
-def _prepared(part: ImagePart, images: ImageProcessor) -> Any:
-    def make(source: ImageSource) -> Any:
+def _prepared(part: ImagePart, images: ImageProcessor) -> PreparedImage:
+    def make(source: ImageSource) -> PreparedImage:
         try:
             return images.prepare([source])[0]
         except CallboardError as e:
@@ -63,23 +68,28 @@ def _prepared(part: ImagePart, images: ImageProcessor) -> Any:
     return part.image(make)
 
 
-def _misplaced(
-    request: ChatRequest, images: ImageProcessor, prepared: Sequence[Any], encode: Encode, where: str, reason: str
-) -> FieldError:
-    """Return the error for a prompt with another number of marks than images. It names the message at fault.
+def _message_at_fault(
+    request: ChatRequest,
+    images: ImageProcessor,
+    prepared: Sequence[PreparedImage],
+    encode: Encode,
+    mark: str | None,
+) -> str | None:
+    """Return the field of the message without which a prompt has as many marks as images; None if none is found.
 
-    A message may spell a mark, or the template may drop the message's pictures."""
+    A message may spell the mark, or the template may drop the message's pictures."""
     messages = request.template_messages(takes_images=True)
     begin = tries = 0
     for i, message in enumerate(request.messages):
-        end = begin + len(message.images())
-        if end > begin and (tries := tries + 1) <= _MAX_TRIES:
+        parts = message.images()
+        end = begin + len(parts)
+        if (parts or (mark and mark in message.text())) and (tries := tries + 1) <= _MAX_TRIES:
             rest = [*messages[:i], {**messages[i], "content": "-"}, *messages[i + 1 :]]
             try:
                 images.expand(encode(rest), [*prepared[:begin], *prepared[end:]])
             except CallboardError:
                 pass
             else:
-                return FieldError(f"messages.{i}", f"messages.{i}: {reason}")
+                return parts[0].path if parts else f"messages.{i}.content"
         begin = end
-    return FieldError(where, f"{where}: {reason}")
+    return None

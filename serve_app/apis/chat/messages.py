@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from runtime.base.images import ImageSource
+from runtime.media.source import ImageSource
 from runtime.output.fields import invalid, shown
 from runtime.output.image_forms import IMAGE_KINDS, source_of
 from runtime.output.tools import KIND
