@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from runtime.base.config import EngineConfig
@@ -91,8 +92,8 @@ class ModelSource(Protocol):
 class Tower(Protocol):
     """An image encoder with its weights."""
 
-    def encode(self, image: Image) -> torch.Tensor:
-        """[num_embeddings, TowerSpec.width] of one image, in the compute dtype."""
+    def encode(self, image: Image, upload: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
+        """[num_embeddings, TowerSpec.width] in the compute dtype. `upload` copies pixels to the device."""
 
 
 def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
