@@ -23,7 +23,7 @@ ANY_HOST = "any"
 _DEADLINE_S = 20.0  # most time of a transfer
 _TIMEOUT_S = 5.0  # most time until the connection, and until each part of the answer
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_NOT_PUBLIC = [  # in addition to the tables of `ipaddress`
+_NOT_PUBLIC = [  # more ranges than the tables of `ipaddress` have
     ipaddress.ip_network(network)
     for network in ("168.63.129.16/32", "192.0.0.0/24", "64:ff9b::/96", "64:ff9b:1::/48")  # Azure's, IETF's, NAT64
 ]

@@ -70,8 +70,8 @@ class ImageProcessor:
             return _CHILDREN.run(
                 _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
             )
-        except Overrun:
-            raise ImageFault("takes too much time or memory to decode; send a smaller picture") from None
+        except Overrun as e:
+            raise ImageFault(f"cannot be decoded: it {e}") from None
 
 
 def _decode(*args: Any) -> PreparedImage:

@@ -193,7 +193,7 @@ def expected(model, ids: list[int], spans: list[tuple[int, ...]]) -> tuple[list[
 def open_slot(
     driver: Driver, slot: int, tokens: list[int], spans: list[tuple[int, ...]], shared: list[int] | None = None
 ) -> None:
-    """A request with images that are embedded as tokens, since the model has no tower."""
+    """A request with images that are embedded as tokens: the model lacks a tower."""
     driver.open(slot, tokens, shared=shared)
     driver.plan.new[-1].spans = np.array(spans, np.int32).reshape(-1, 5)
 
