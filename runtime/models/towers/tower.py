@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -48,9 +49,11 @@ class Tower:
         self._factor, self._offset = (x.to(numerics.device) for x in (1 / (255 * std), mean / std))
 
     @torch.inference_mode()
-    def encode(self, image: Image) -> torch.Tensor:
-        """[num_embeddings, spec.width] of an image, its pictures in order, in the compute dtype."""
-        data = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+    def encode(self, image: Image, upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy) -> torch.Tensor:
+        """[num_embeddings, spec.width] of an image, its pictures in order, in the compute dtype.
+
+        `upload` copies pixels to the device."""
+        data = upload(np.frombuffer(bytearray(image.pixels), np.uint8))
         sizes = [height * width * 3 for height, width in image.sizes]
         pictures = list(zip(image.sizes, data.split(sizes), strict=True))
         at_once = 1 if self._numerics.device.type == "cpu" else _TILES_AT_ONCE
