@@ -19,7 +19,7 @@ from tests.support.models.family_cases import random_model
 from tests.support.models.tower_cases import CASES
 
 MARKS = MARK, "<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
-NUM_TOKENS = 4  # of a tile with 64 x 64 pixels
+NUM_TOKENS = 4  # tokens of a tile with 64 x 64 pixels
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
