@@ -20,7 +20,7 @@ from actors.front.from_zero import ScaleFromZero, Waker
 from actors.front.front_adapters import FrontAdapters
 from actors.front.link import EngineLink
 from actors.front.parked import ParkedStreams
-from actors.front.router import Prompt, Route, Router, RoutingPolicy
+from actors.front.router import Prompt, Route, Router, RoutingPolicy, places
 from actors.front.weight_calls import call_engines, pause_engines
 from actors.wire.engine_client import EngineRefusal, Idleness, OnEngine, Refusal, ServerStopped, ignore_engine
 from actors.wire.link_messages import AbortById, CacheUpdate, Refused, Status
@@ -246,13 +246,12 @@ class EngineGroup:
         if prompt is None:
             prompt = self._last_prompt
             uses_cache = self._uses_cache(stream)
-            salt, adapter, session = request.cache_salt, request.adapter, request.session
-            known = prompt.salt, prompt.uses_cache, prompt.adapter
-            if prompt.token_ids is not request.token_ids or known != (salt, uses_cache, adapter):
+            salt, adapter, session, images = request.cache_salt, request.adapter, request.session, request.images
+            known = prompt.salt, prompt.uses_cache, prompt.adapter, places(prompt.images)
+            wanted = salt, uses_cache, adapter, places(images)
+            if prompt.token_ids is not request.token_ids or known != wanted:
                 colocate = request.params.pooled
-                prompt = Prompt(
-                    request.token_ids, salt, uses_cache, adapter=adapter, colocate=colocate, session=session
-                )
+                prompt = Prompt(request.token_ids, salt, uses_cache, None, adapter, colocate, session, images)
                 self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])

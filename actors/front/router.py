@@ -20,14 +20,16 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
-from itertools import compress, count
+from itertools import compress, count, zip_longest
 from operator import ne
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from actors.wire.link_messages import CacheUpdate
+from runtime.base.images import ImageSpan
 from runtime.base.model_info import ModelInfo
 from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_key
 
@@ -56,25 +58,26 @@ class Prompt:
         adapter: str = "",
         colocate: bool = False,
         session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """Args:
         salt, adapter: requests with other values share no block with this one.
         uses_cache: False if the request uses no cached blocks.
         hashes: the known hashes of leading full blocks.
         colocate: route together with requests that share its prefix, even if they then wait.
-        session: engines of nearly equal cost are chosen by it."""
+        session: engines of nearly equal cost are chosen by it.
+        images: spans in order."""
         self.token_ids, self.salt, self.uses_cache, self.adapter = token_ids, salt, uses_cache, adapter
         self.colocate = colocate and uses_cache
         self.session = session
+        self.images = [structs.replace(span, image=span.image.named) for span in images]
         self.new_key = 0  # key of the first block that no engine held at the last choice
         self._hashes = {} if hashes is None else hashes  # hashes of leading blocks and the block after them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """Return this prompt with more tokens, as for a stream that moves. Full blocks are not hashed again."""
-        hashes = {kind: self.block_hashes(kind) for kind in self._hashes}
-        return Prompt(
-            [*self.token_ids, *token_ids], self.salt, hashes=hashes, adapter=self.adapter, session=self.session
-        )
+        hashes, tokens = {kind: self.block_hashes(kind) for kind in self._hashes}, [*self.token_ids, *token_ids]
+        return Prompt(tokens, self.salt, hashes=hashes, adapter=self.adapter, session=self.session, images=self.images)
 
     def block_hashes(self, kind: _Kind) -> list[bytes]:
         """Return the hashes of its leading full blocks that were computed."""
@@ -84,7 +87,9 @@ class Prompt:
         """Return the tokens of the blocks that both share. Their salts and adapters must be equal."""
         num_hits, size = min(self.num_hits(kind), other.num_hits(kind)), kind[1]
         differ = compress(count(), map(ne, self.token_ids, other.token_ids))
-        return min(num_hits, next(differ, num_hits * size) // size) * size
+        pairs = zip_longest(places(self.images), places(other.images), fillvalue=(num_hits * size, b""))
+        image = next((min(pair)[0] for pair in pairs if pair[0] != pair[1]), num_hits * size)
+        return min(num_hits, next(differ, image) // size, image // size) * size
 
     def num_hits(self, kind: _Kind) -> int:
         """Return the most blocks that a cache can supply. The last token must be computed to sample."""
@@ -98,9 +103,15 @@ class Prompt:
         while start < end:
             if (known := len(hashes)) < end:
                 parent = hashes[-1] if hashes else root_hash(fingerprint, self.salt, self.adapter)
-                hashes += hash_blocks(parent, array("i", self.token_ids[known * size : end * size]), size)
+                tokens = array("i", self.token_ids[known * size : end * size])
+                hashes += hash_blocks(parent, tokens, size, self.images, known * size)
             yield memoryview(b"".join(hashes[start:end])).cast("q")[::2].tolist()
             start, end = end, min(2 * end, total)
+
+
+def places(images: Sequence[ImageSpan]) -> list[tuple[int, bytes]]:
+    """Return where each image begins, and its digest."""
+    return [(span.begin, span.image.digest) for span in images]
 
 
 class _Sent(NamedTuple):

@@ -12,6 +12,7 @@ from runtime.core.extra import Extra
 from runtime.features.adapter_table import AdapterTable
 from runtime.features.expert_reports import ExpertReports
 from runtime.features.grammars import Grammars
+from runtime.features.images import Images
 from runtime.features.pooled_prompts import PooledPrompts
 from runtime.features.prompt_logprobs import PromptScoring
 from runtime.policy.admission import Admission
@@ -36,6 +37,7 @@ def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
         Grammars(info),
         PromptScoring(),
         PooledPrompts(info),
+        Images(info, config),
     ]
     if config.routed_experts:
         extras.append(ExpertReports(info))

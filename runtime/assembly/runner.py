@@ -7,12 +7,12 @@ from runtime.base.shard import Shard
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState
-from runtime.features.mapped_memory import RunnerMemory
 from runtime.features.pooler import Pooler
 from runtime.features.prompt_scorer import PromptScorer
 from runtime.speculation.draft import row_lens
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
+from runtime.worker.gpu.mapped_memory import RunnerMemory
 from runtime.worker.images import RunnerImages
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource

@@ -24,7 +24,7 @@ from runtime.core.stats import EngineStats
 from runtime.core.step import ReportedRow, Step
 
 # request fields that extras serve
-OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")
+OPTIONAL_FIELDS = ("adapter", "grammar", "images", "pooled", "prompt_logprobs", "routed_experts", "thinking")
 
 
 def end_of(numbers: bytes) -> FinishReason:
@@ -70,6 +70,9 @@ class Extra:
         """The runners are lost with rows of these live requests in flight. Return the request at fault, if known."""
         return None
 
+    def on_weights(self) -> None:
+        """The next step runs with other weights. No step is in flight."""
+
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def run_alone(self) -> RequestState | None:
@@ -102,6 +105,12 @@ class Extra:
     def may_admit(self, state: RequestState, room: int, running: Sequence[RequestState]) -> bool:
         """Return True if a waiting request, which can hold at most `room` blocks, may join the running ones."""
         return True
+
+    def row_tokens(self, state: RequestState, count: int, step: Step, running: Sequence[RequestState]) -> int:
+        """Return how many of a prompt's next `count` tokens the request's row in `step` may compute.
+
+        It may return more, up to the step's budget, if the row cannot be shorter."""
+        return count
 
     def on_plan(self, step: Step) -> None:
         """A step is planned."""
@@ -161,6 +170,7 @@ class Extras:
         self.on_add, self.on_end = self._every(core.on_add), self._every(core.on_end)
         self.on_queue, self.on_dequeue = self._every(core.on_queue), self._every(core.on_dequeue)
         self.on_lost, self.on_plan = self._every(core.on_lost), self._every(core.on_plan)
+        self.on_weights = self._every(core.on_weights)
         self.on_result, self.on_verified = self._every(core.on_result), self._every(core.on_verified)
         self.on_finish = self._every(core.on_finish)
         self.readers = {extra.reads: extra.on_report for extra in self._all if extra.reads is not None}
@@ -171,6 +181,7 @@ class Extras:
         self.max_prompt_tokens = self._first(core.max_prompt_tokens)
         self.may_open_slots, self.held = self._first(core.may_open_slots), self._first(core.held)
         self.may_admit, self.without_sample = self._first(core.may_admit), self._first(core.without_sample)
+        self.row_tokens = self._first(core.row_tokens)
         self.drafter = next((extra for extra in self._all if type(extra).drafts is not Extra.drafts), None)
 
     def __getitem__(self, kind: type[_T]) -> _T:
@@ -186,8 +197,8 @@ class Extras:
     def check_served(self, request: Request) -> None:
         """Raises CallboardError if a request sets an optional field that no extra serves."""
         for name in self._unserved:
-            value = request.adapter if name == "adapter" else getattr(request.params, name)
-            if value is not None and value is not False and value != "":
+            value = getattr(request if name in ("adapter", "images") else request.params, name)
+            if value is not None and value is not False and value not in ("", ()):
                 raise CallboardError(f"This engine does not serve {name}; leave it out.")
 
     def take(self, step: Step, result: StepResult, output: StepOutput) -> list[tuple[RequestState, FinishReason]]:

@@ -315,7 +315,8 @@ class KVCacheManager:
                 parent = block_hashes[-1]
             else:
                 parent = root_hash(self._fingerprint, state.request.cache_salt, state.request.adapter)
-            block_hashes += hash_blocks(parent, state.tokens[len(block_hashes) * size : num_blocks * size], size)
+            first, end = len(block_hashes) * size, num_blocks * size
+            block_hashes += hash_blocks(parent, state.tokens[first:end], size, state.request.images, first)
         return block_hashes
 
 

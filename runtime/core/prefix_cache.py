@@ -1,8 +1,8 @@
 """The prefix cache: a tree of full KV blocks, found by their hashes.
 
-A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint, the adapter
-and the cache salt (C5). Equal hashes therefore mean equal prefixes. A path is looked up by hashing forward, without
-child pointers.
+A block's hash covers its parent's hash, its own token ids and the images that these stand for. The root's covers the
+model's fingerprint, the adapter and the cache salt (C5). Equal hashes therefore mean equal prefixes. A path is looked
+up by hashing forward, without child pointers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import islice, takewhile
 
+from runtime.base.images import ImageSpan
 from runtime.base.kv_cache_spec import KVGroupSpec
 from runtime.core.block_pool import NULL_BLOCK
 
@@ -28,13 +30,25 @@ def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
     return blake2b(f"{fingerprint}\0{adapter}\0{salt}".encode(), digest_size=16).digest()
 
 
-def hash_blocks(parent: bytes, token_ids: array[int], block_size: int) -> list[bytes]:
-    """The hashes of the blocks that hold `token_ids` (typecode 'i') after the block `parent`, 16 bytes each; the last
-    may be shorter than `block_size` tokens."""
-    data, block_hashes = token_ids.tobytes(), []
-    step = block_size * token_ids.itemsize
+def hash_blocks(
+    parent: bytes, token_ids: array[int], block_size: int, spans: Sequence[ImageSpan] = (), first: int = 0
+) -> list[bytes]:
+    """Return the 16-byte hashes of the blocks that hold `token_ids` (typecode 'i') after the block `parent`.
+
+    The last block may be shorter than `block_size` tokens. `spans` has the request's images, in order, and `first` is
+    the position of the first token. An image joins each block that it overlaps, with the block's offset in it."""
+    data, block_hashes, size, number = token_ids.tobytes(), [], token_ids.itemsize, 0
+    step = block_size * size
     for at in range(0, len(data), step):
-        parent = blake2b(data[at : at + step], key=parent, digest_size=16).digest()
+        block = data[at : at + step]
+        if number < len(spans):
+            begin = first + at // size
+            end = begin + len(block) // size
+            while number < len(spans) and spans[number].end <= begin:
+                number += 1
+            for span in takewhile(lambda each: each.begin < end, islice(spans, number, None)):  # noqa: B023
+                block += span.image.digest + (begin - span.begin).to_bytes(4, "little", signed=True)
+        parent = blake2b(block, key=parent, digest_size=16).digest()
         block_hashes.append(parent)
     return block_hashes
 

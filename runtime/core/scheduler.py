@@ -108,8 +108,7 @@ class Scheduler:
 
         `stopped` is True if its output was complete. A request with stop strings counts as complete, because only its
         owner sees them."""
-        state = self.requests.get(request_id)
-        if state is not None:
+        if (state := self.requests.get(request_id)) is not None:
             self._end(state, FinishReason.STOP if stopped or state.params.stop else FinishReason.ABORT)
 
     def rewrite(self, state: RequestState, length: int, token_ids: Sequence[int]) -> None:
@@ -134,8 +133,7 @@ class Scheduler:
             self._queue(state)
         self.running.clear()
         found = [on_lost(in_flight) for on_lost in self.extras.on_lost]
-        culprit = next((each for each in found if each is not None), None)
-        if culprit is not None:
+        if (culprit := next((each for each in found if each is not None), None)) is not None:
             self._end(culprit.state, FinishReason.ERROR)
         return culprit
 
@@ -153,6 +151,8 @@ class Scheduler:
         self.kv_cache.use_weights(info.fingerprint, self.running)
         for state in self.requests.values():
             state.block_hashes.clear()
+        for on_weights in self.extras.on_weights:
+            on_weights()
 
     def _queue(self, state: RequestState) -> None:
         self.waiting.push(state)
@@ -193,8 +193,7 @@ class Scheduler:
         """Plan the next step; return None if there is nothing to compute before a result or draft tokens arrive.
 
         A plan with rows of one decoded token each may be run up to `max_steps` times."""
-        alone = self.extras.run_alone()
-        if alone is not None:
+        if (alone := self.extras.run_alone()) is not None:
             for state in [s for s in self.running if s is not alone]:
                 self._preempt(state)
         if self.extras.begin_step(self.running):
@@ -304,6 +303,7 @@ class Scheduler:
     def _row_tokens(self, state: RequestState, step: Step) -> int:
         """Return the tokens of a prompt's next row."""
         count = min(step.prompt_budget, state.num_total - state.num_computed)
+        count = self.extras.row_tokens(state, count, step, self.running)
         return self.kv_cache.row_tokens(state, count) if self._chunked else count
 
     def _limit_prompts(self, step: Step) -> None:

@@ -18,7 +18,7 @@ from runtime.media.rule import ImageRule
 from runtime.media.source import ImageFault, ImageLimits, ImageSource
 
 _MAX_CHILDREN = max(1, min(4, (os.cpu_count() or 1) // 2))
-_MEMORY = 512 << 20  # bytes of a child
+_MEMORY = 768 << 20  # bytes of a child: a WebP file with 32 million pixels needs 640 MiB
 _DEADLINE_S = 20.0  # wall time; decode.py limits the CPU time
 
 
@@ -61,7 +61,7 @@ class ImageProcessor:
         return self._expander.expand(ids, images)
 
     def prepare_one(self, source: ImageSource) -> PreparedImage:
-        """Return one source's pixels. Blocks. Raises ImageFault, whose text is a predicate."""
+        """Return one source's pixels. Blocks. Raises ImageFault; its text is a predicate."""
         limits = self.limits
         data = source.data or bytes_at(source.url, limits)
         if len(data) > limits.max_image_bytes:
@@ -70,8 +70,8 @@ class ImageProcessor:
             return _CHILDREN.run(
                 _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
             )
-        except Overrun:
-            raise ImageFault("takes too much time or memory to decode; send a smaller picture") from None
+        except Overrun as e:
+            raise ImageFault(f"cannot be decoded: it {e}") from None
 
 
 def _decode(*args: Any) -> PreparedImage:

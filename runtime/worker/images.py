@@ -50,7 +50,7 @@ class RunnerImages:
 
     def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
         for encoding in plan.encodings:
-            embeddings = self.tower.encode(encoding.image)
+            embeddings = self.tower.encode(encoding.image, copies.upload)
             self.pool[encoding.row : encoding.row + len(embeddings)] = embeddings
         if not plan.embeds.size:
             return None

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from runtime.base.config import EngineConfig
@@ -91,8 +92,8 @@ class ModelSource(Protocol):
 class Tower(Protocol):
     """An image encoder with its weights."""
 
-    def encode(self, image: Image) -> torch.Tensor:
-        """[num_embeddings, TowerSpec.width] of one image, in the compute dtype."""
+    def encode(self, image: Image, upload: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
+        """[num_embeddings, TowerSpec.width] in the compute dtype. `upload` copies pixels to the device."""
 
 
 def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
@@ -100,7 +101,8 @@ def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
     if config.images == "off" or source.tower is None:
         return None
     assert config.max_image_tokens is not None, "`config` is not sized for a device"
-    return ImageInfo(source.image_token_id, config.image_pool_tokens, max_tokens=config.max_image_tokens)
+    stays_whole, pool_rows = source.spec.whole_images, config.image_pool_tokens
+    return ImageInfo(source.image_token_id, pool_rows, stays_whole, config.max_image_tokens)
 
 
 class CheckpointSource:

@@ -9,6 +9,7 @@ import pytest
 
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import CacheUpdate
+from runtime.base.images import Image, ImageSpan
 from runtime.base.model_info import ModelInfo
 from runtime.policy.engine_load import EngineLoad
 
@@ -188,6 +189,25 @@ def send(router, prompts):
         choices.append(router.choose(asked))
         router.note_sent(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
     return choices
+
+
+def with_image(number, begin=10, length=21, **kw):
+    """A prompt with one of several images at the same tokens."""
+    image = Image(bytes([number]) * 16, ((2, 2),), b"pixels")
+    return Prompt(prompt(1).token_ids, images=[ImageSpan(begin, length, image)], **kw)
+
+
+def test_prompts_with_other_images_share_the_text_before():
+    router = router_of(*NAMES)
+    tell(router, "c", with_image(1))
+    assert router.choose(with_image(1)) == ("c", 40)
+    for other in (with_image(2), with_image(1, begin=9), with_image(1, begin=11), prompt(1)):
+        assert router.choose(other) == ("c", 8)
+    assert router.choose(with_image(1).continued([7] * 9)).num_cached == 40
+    more = with_image(1)
+    more.images.append(ImageSpan(33, 2, Image(bytes(16), ())))
+    for other, shared in ((with_image(2), 8), (prompt(1), 8), (more, 32), (with_image(1), 40)):
+        assert with_image(1).num_shared(other, KIND) == other.num_shared(with_image(1), KIND) == shared
 
 
 def test_documents_of_one_query_follow_the_first_of_them():

@@ -18,6 +18,7 @@ EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of 
     "prompt log-probabilities": ("runtime/features/prompt_logprobs.py", "PromptScoring", ""),
     "pooled prompts": ("runtime/features/pooled_prompts.py", "PooledPrompts", "INFO"),
     "routed experts": ("runtime/features/expert_reports.py", "ExpertReports", "INFO"),
+    "images": ("runtime/features/images.py", "Images", "INFO, CONFIG"),
     "speculation": ("runtime/speculation/choose_k.py", "Speculation", "Ngram(), 3, (), 0.0"),
 }
 NEEDED = ("runtime/core", "runtime/base", "runtime/policy", "runtime/features", "runtime/speculation")

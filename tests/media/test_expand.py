@@ -111,7 +111,7 @@ def test_gemma4_marks():
     [("ab", "ab"), ("a\n", "b"), ("", "b"), ("a", ""), ("a\n", "\nb"), ("a\n\n\n", "\n\nb"), ("\n", "\n"), ("a", "\n")],
 )
 def test_gemma3_newlines_join_those_of_the_prompt(before: str, after: str):
-    """The ids equal those of the text with the image's tokens in it, as transformers writes it."""
+    """The ids equal the tokenizer's for the text with the image's tokens."""
     vocabulary = Letters("a", "b", "<image>", "<boi>", "<eoi>")
     image, boi, eoi = (vocabulary.tokens.index(token) for token in ("<image>", "<boi>", "<eoi>"))
     family = rule(

@@ -45,7 +45,7 @@ ROOMS = {
     "vectors": Room(("runtime/features/pooler.py",), ((RUNNER, "Pooler"),)),
     "prompt log-probabilities": Room(("runtime/features/prompt_scorer.py",), ((RUNNER, "PromptScorer"),)),
     "routed experts": Room(("runtime/features/expert_recorder.py",), ((RUNNER, "ExpertRecorder"),)),
-    "sleep": Room(("runtime/features/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
+    "sleep": Room(("runtime/worker/gpu/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
     "images": Room(("runtime/worker/images.py",), ((RUNNER, "RunnerImages"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
     "recurrent states": Room(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.features import mapped_memory
-from runtime.features.mapped_memory import Segments
+from runtime.worker.gpu import mapped_memory
+from runtime.worker.gpu.mapped_memory import Segments
 
 MIB = 1 << 20
 

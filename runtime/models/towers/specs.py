@@ -326,6 +326,9 @@ def _gemma4(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
         position_shape=(2, vision["position_embedding_size"], hidden),
         rope="axes",
         rope_theta=_theta(vision, 100.0),
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        doubles_pixels=True,
     )
 
 

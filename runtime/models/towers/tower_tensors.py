@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from runtime.quant.weight_format import TensorSource
 
 # Wrappers around towers, which versions of transformers name differently
 _WRAPPERS = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
-_LIMITS = ("input_min", "input_max", "output_min", "output_max")
+LIMITS = ("input_min", "input_max", "output_min", "output_max")
 _LAYER = re.compile(r"^(layers\.|deepstack\.)(\d+)\.")
 
 
@@ -37,18 +37,20 @@ def tower_tensors(names: Iterable[str], spec: TowerSpec) -> dict[str, str]:
 
 def short_names(spec: TowerSpec) -> dict[str, str]:
     """Return the tensor of each parameter, without wrappers."""
-    return {parameter: _short_name(spec, parameter) for parameter in spec.shapes()}
+    return {parameter: named(spec.names, parameter) for parameter in spec.shapes()}
 
 
-def _short_name(spec: TowerSpec, parameter: str) -> str:
-    part = _LAYER.sub(r"\1{}.", parameter)
-    if part not in spec.names:  # a map's name precedes .weight and .bias
-        part, suffix = part.rsplit(".", 1)
-        name = f"{spec.names[part]}.{suffix}"
-    else:
-        name = spec.names[part]
+def named(names: Mapping[str, str], parameter: str, deepstack: Sequence[int] = ()) -> str:
+    """Return a parameter's name by a table. `deepstack` has the layers that replace indices of deepstack."""
     match = _LAYER.match(parameter)
-    return name.format(match[2]) if match else name
+    layer = int(match[2]) if match else 0
+    part = _LAYER.sub(r"\1{}.", parameter)
+    if match and match[1] == "deepstack." and deepstack:
+        layer = deepstack[layer]
+    if part in names:
+        return names[part].format(layer)
+    part, suffix = part.rsplit(".", 1)  # a map's name precedes .weight and .bias
+    return f"{names[part].format(layer)}.{suffix}"
 
 
 class _FromSource:
@@ -84,9 +86,9 @@ class _FromSource:
         if not self._spec.limits or name == "patch":
             return ()
         stem = self._names[f"{name}.weight"].removesuffix("linear.weight")
-        if stem + _LIMITS[0] not in self._source:
+        if stem + LIMITS[0] not in self._source:
             return ()
-        return tuple(float(self._source.tensor(stem + limit, torch.float32)) for limit in _LIMITS)
+        return tuple(float(self._source.tensor(stem + limit, torch.float32)) for limit in LIMITS)
 
 
 def read_from(source: TensorSource, spec: TowerSpec, numerics: Numerics) -> ReadParameter:

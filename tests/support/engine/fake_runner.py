@@ -6,7 +6,8 @@ later token, and the log-probabilities of every later token of a prompt.
 """
 
 from collections import Counter
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from zlib import crc32
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.engine.whole import with_extras
 
 EOS = 0
 VOCAB = 29
+IMAGE = 27  # the token that stands for an embedding, within an image's span
 
 
 def mix(state: int, token: int) -> int:
@@ -38,6 +40,21 @@ def sample(state: int) -> int:
     return (state >> 17) % VOCAB
 
 
+def embedding(digest: bytes, index: int) -> int:
+    """Stands for one embedding of the image with this digest, in place of its token."""
+    return crc32(digest + index.to_bytes(4)) + VOCAB
+
+
+def embedded(request: Request, token_ids: Sequence[int]) -> list[int]:
+    """The first tokens of a request, with the embeddings of its images."""
+    found = list(token_ids)
+    for span in request.images if found else ():
+        at = [i for i in range(span.begin, span.end) if found[i] == IMAGE]
+        for index, position in enumerate(at):
+            found[position] = embedding(span.image.digest, index)
+    return found
+
+
 def before_all(adapter: str, weights: int = 0) -> int:
     """The hash before the first token of a request with the adapter of this digest, by the version of the weights."""
     return crc32(adapter.encode()) + 7919 * weights
@@ -46,7 +63,7 @@ def before_all(adapter: str, weights: int = 0) -> int:
 def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
     """The tokens that the request must produce, computed alone and in order."""
     state, out, params = before_all(request.adapter), [], request.params
-    for token in request.token_ids:
+    for token in embedded(request, request.token_ids):
         state = mix(state, token)
     limit = min(request.prompt_len + params.max_tokens, max_len)
     if not params.max_tokens or params.pooled:
@@ -81,7 +98,7 @@ class Oracle(Drafter):
 
     def guess(self, state, most: int) -> list[int]:
         known, guesses = 0, []
-        for token in state.tokens:
+        for token in embedded(state.request, state.tokens):
             known = mix(known, token)
         for _ in range(self.rng.integers(1, most + 1)):
             right = self.rng.random() < self.share_right
@@ -124,7 +141,8 @@ class FixedShare(OutputLengthEstimator):
 def sequential_scores(request: Request) -> list[TokenLogprobs]:
     """The prompt log-probabilities that the request must get."""
     state, scores, num_top = 0, [], request.params.prompt_logprobs
-    for token, following in pairwise(request.token_ids if num_top is not None else ()):
+    tokens = request.token_ids if num_top is not None else []
+    for token, following in zip(embedded(request, tokens), tokens[1:], strict=False):
         state = mix(state, token)
         scores.append(TokenLogprobs(following, *score(state, num_top)))
     return scores
@@ -143,7 +161,7 @@ def experts(state: int) -> tuple[int, int]:
 def sequential_vector(request: Request) -> bytes | None:
     """The vector that the request must get."""
     state = 0
-    for token in request.token_ids[: request.prompt_len]:
+    for token in embedded(request, request.token_ids[: request.prompt_len]):
         state = mix(state, token)
     return vector(state).tobytes() if request.params.pooled else None
 
@@ -257,6 +275,10 @@ class FakeRunner:
     def begin_row(self, slot: int, start: int, count: int) -> None:
         """A row of a request follows."""
 
+    def token(self, slot: int, position: int) -> int:
+        """What a position contributes: its token, or an embedding in its place."""
+        return self.tokens[slot][position]
+
     def hidden(self, slot: int, position: int, state: int) -> int:
         """What a sample after a position depends on."""
         return state
@@ -305,7 +327,7 @@ class FakeRunner:
                 state = before_all(self.adapters[self.adapter_of[slot]], self.weights)
                 if before >= 0:
                     state = int(self.memory[table[before // self.size], before % self.size])
-                state = mix(state, tokens[position])
+                state = mix(state, self.token(slot, position))
                 self.memory[table[position // self.size], position % self.size] = state
                 self.attend(slot, position)
                 if self.routed[slot]:

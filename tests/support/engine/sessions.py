@@ -26,12 +26,13 @@ from tests.support.engine.fake_runner import (
 def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
     kv_cache, labels, num_states = kw.pop("kv_cache", None), kw.pop("num_labels", 0), kw.pop("num_states", 0)
+    images = kw.pop("images", None)
     config = EngineConfig(**kw)
     size = max_len if config.kv_layout == "contiguous" else config.block_size
     if config.kv_layout == "contiguous":
         blocks = config.max_num_seqs + 1
     pooling = Pooling("last", num_labels=labels)
-    places = {"kv_cache": kv_cache, "pooling": pooling, "num_states": num_states}
+    places = {"kv_cache": kv_cache, "pooling": pooling, "num_states": num_states, "images": images}
     return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none", **places)
 
 
@@ -73,24 +74,34 @@ def requests(draw):
     return prompt, params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "", "salt"]))
 
 
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), requests()),
-        st.tuples(st.just("burst"), st.lists(requests(), min_size=3, max_size=6)),
-        st.tuples(st.just("step"), st.integers(1, 6)),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("lose"), st.none()),
-        st.tuples(st.just("fail"), st.integers(0, 30)),
-    ),
-    min_size=4,
-    max_size=30,
-)
 
-# Conversations go on after some events.
+def events_of(requests, *more):
+    """Return lists of events, with `more` kinds. The arguments of `Session.add` are drawn from `requests`."""
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), requests),
+            st.tuples(st.just("burst"), st.lists(requests, min_size=3, max_size=6)),
+            st.tuples(st.just("step"), st.integers(1, 6)),
+            st.tuples(st.just("abort"), st.integers(0, 30)),
+            st.tuples(st.just("lose"), st.none()),
+            st.tuples(st.just("fail"), st.integers(0, 30)),
+            *more,
+        ),
+        min_size=4,
+        max_size=30,
+    )
+
+
+def with_turns(events):
+    """Return lists of these events, with further turns between them."""
+    parts = st.lists(st.tuples(events, st.lists(turns, max_size=4)), min_size=1, max_size=4)
+    return parts.map(lambda parts: [event for some, more in parts for event in [*some, ("step", 4), *more]])
+
+
+events = events_of(requests())
+
 turns = st.tuples(st.just("turn"), st.tuples(st.integers(0, 30), st.lists(st.integers(1, 20), min_size=1, max_size=9)))
-histories = st.lists(st.tuples(events, st.lists(turns, max_size=4)), min_size=1, max_size=4).map(
-    lambda parts: [event for some, more in parts for event in [*some, ("step", 4), *more]]
-)
+histories = with_turns(events)
 TURN = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
@@ -112,9 +123,9 @@ class Session:
         self.aborted: set[str] = set()
         self.steps = self.guessed = self.accepted = 0
 
-    def add(self, prompt, params, priority=0, salt="") -> str | None:
+    def add(self, prompt, params, priority=0, salt="", images=()) -> str | None:
         name = f"r{len(self.added)}"
-        request = Request(name, list(prompt), len(prompt), params, 0, priority, salt)
+        request = Request(name, list(prompt), len(prompt), params, 0, priority, salt, images=images)
         if len(prompt) >= self.core.scheduler.max_len + (params.max_tokens == 0):
             with pytest.raises(CallboardError, match="maximum context length"):
                 self.core.add(request)
@@ -176,11 +187,15 @@ class Session:
                 check_integrity(self.core)
             elif kind == "fail":
                 self.runner.fails = value
+            elif kind == "preempt":
+                if running := self.core.scheduler.running:
+                    self.core.scheduler._preempt(running[value % len(running)])
             elif kind == "turn":
                 number, tokens = value
                 name = f"r{number % max(1, len(self.added))}"
                 if name in self.added and name not in self.aborted:
-                    self.add([*self.added[name].token_ids, *self.outputs[name], *tokens], TURN)
+                    before = self.added[name]
+                    self.add([*before.token_ids, *self.outputs[name], *tokens], TURN, images=before.images)
             else:
                 self.lose()
 
