@@ -29,6 +29,8 @@ from runtime.loading.gguf_towers import find_tower
 from runtime.loading.read_ahead import ByteRange, ReadAhead
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
+from runtime.media.families import image_rule
+from runtime.media.rule import ImageRule
 from runtime.models import has_experts_in_turn
 from runtime.quant.weight_format import TensorSource
 
@@ -48,6 +50,11 @@ class Checkpoint(TensorSource):
     @abstractmethod
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a tensor in its file, read on access."""
+
+    @property
+    @abstractmethod
+    def image_rule(self) -> ImageRule | None:
+        """How a picture becomes pixels and tokens; None for a model that takes no images."""
 
     def reading_ahead(self, ignored: str) -> AbstractContextManager[object]:
         """Read files ahead of `tensor`, layer by layer, without the tensors with names that match `ignored`."""
@@ -89,8 +96,13 @@ class GgufCheckpoint(Checkpoint):
         text = read_gguf_model(GgufFile(path))
         tower = find_tower(path, text)  # its config has the text's
         self._models = [text] if tower is None else [text, tower.model]
+        self._image_rule = None if tower is None else tower.rule
         self.config = self._models[-1].config
         self.eos_token_ids = gguf_eos_token_ids(text.file)
+
+    @property
+    def image_rule(self) -> ImageRule | None:
+        return self._image_rule
 
     def names(self) -> list[str]:
         return sorted(name for model in self._models for name in model.sources)
@@ -194,6 +206,10 @@ class SafetensorsCheckpoint(Checkpoint):
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
                 if name not in found:
                     raise CallboardError(f"{folder / file_name} lacks tensor {name!r}, which {INDEX_NAME} puts there.")
+
+    @property
+    def image_rule(self) -> ImageRule | None:
+        return image_rule(self._folder)
 
     def names(self) -> list[str]:
         return sorted(self._tensors)

@@ -1,4 +1,4 @@
-"""The image encoder of a GGUF model: a file beside it (mmproj), read as a part of config.json and Hugging Face tensors.
+"""The image encoder of a GGUF model: a second file in its folder (mmproj), under Hugging Face names.
 
 Metadata keys begin with `clip.`. A kind of projector is one entry in `_KINDS`."""
 
@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from runtime.base.types import CallboardError
 from runtime.loading.gguf import GgufFile
-from runtime.loading.gguf_architectures import GgufModel, Source
+from runtime.loading.gguf_architectures import GgufModel, Source, read_gguf_model
 from runtime.loading.sources.gguf_choice import image_encoders
+from runtime.media.families import image_rule, rule_of
+from runtime.media.rule import ImageRule
+from runtime.models.towers.names import LIMITS, named, short_names
 from runtime.models.towers.specs import tower_spec
-from runtime.models.towers.tower_tensors import LIMITS, named, short_names
 
 logger = logging.getLogger(__name__)
 Fields = dict[str, Any]
@@ -29,7 +31,7 @@ _NAMES = {
     **{f"layers.{{}}.{part}": f"v.blk.{{}}.ffn_{part}" for part in ("gate", "up", "down")},
     "layers.{}.post_norm1": "v.blk.{}.attn_post_norm", "layers.{}.post_norm2": "v.blk.{}.ffn_post_norm",
 }  # fmt: skip
-_TOKENS = {  # key of a config.json -> texts of the token, of which a vocabulary has one
+_TOKENS = {  # key of a config.json -> the token's text in each family
     "image_token_id": ("<image>", "[IMG]", "<image_soft_token>", "<|image_pad|>", "<|image|>"),
     "boi_token_id": ("<start_of_image>", "<|image>"),
     "eoi_token_id": ("<end_of_image>", "<image|>"),
@@ -55,13 +57,21 @@ class GgufTower:
     processor: Fields  # preprocessor_config.json's content
 
     @property
-    def image_config(self) -> Fields:
-        """Return config.json's content for `image_rule`."""
-        return self.model.config | {"model_type": self.model_type}
+    def rule(self) -> ImageRule | None:
+        """How a picture becomes pixels and tokens."""
+        return rule_of(self.model.config | {"model_type": self.model_type}, self.processor)
+
+
+def image_rule_of(path: Path) -> ImageRule | None:
+    """Return the rule of a model's folder or GGUF file; None for a model that takes no images."""
+    if path.is_dir():
+        return image_rule(path)
+    tower = find_tower(path, read_gguf_model(GgufFile(path)))
+    return None if tower is None else tower.rule
 
 
 def find_tower(path: Path, text: GgufModel) -> GgufTower | None:
-    """Return the image encoder beside a model's file that fits it; None without one.
+    """Return the image encoder in a model's folder that fits it; None without one.
 
     Raises CallboardError if it is damaged, or has a tensor too little."""
     for name in image_encoders(file.name for file in path.parent.glob("*.gguf")):

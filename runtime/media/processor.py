@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from runtime.base.images import ImageSpan
 from runtime.base.types import CallboardError
 from runtime.child import ChildPool, Overrun
 from runtime.media.expand import Expander, PreparedImage, Vocabulary
-from runtime.media.families import image_rule
 from runtime.media.fetch import bytes_at
 from runtime.media.rule import ImageRule
 from runtime.media.source import ImageFault, ImageLimits, ImageSource
@@ -31,9 +29,8 @@ class ImageProcessor:
         self._expander = Expander(rule, vocabulary)
 
     @classmethod
-    def of(cls, folder: Path, vocabulary: Vocabulary, limits: ImageLimits) -> ImageProcessor | None:
-        """Return the processor of a model folder; None for a model that takes no images."""
-        rule = image_rule(folder)
+    def of(cls, rule: ImageRule | None, vocabulary: Vocabulary, limits: ImageLimits) -> ImageProcessor | None:
+        """Return the processor of a model's rule; None for a model that takes no images."""
         return None if rule is None else cls(rule, vocabulary, limits)
 
     def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:

@@ -26,7 +26,6 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
-from runtime.media.families import rule_of
 from runtime.media.rule import ImageRule
 from runtime.models import CLASSIFIER
 from runtime.models.checkpoint_model import checkpoint_model
@@ -133,16 +132,16 @@ class CheckpointSource:
     @cached_property
     def tower(self) -> TowerSpec | None:
         spec, tensors = tower_spec(self.checkpoint.config), self.checkpoint
-        if spec is None or self._image_rule is None:
+        if spec is None or (rule := self._image_rule) is None:
             return None
         if all(name in tensors for name in tower_tensors(tensors.names(), spec).values()):
-            return spec
+            return replace(spec, mean=rule.mean, std=rule.std)
         logger.warning("%s lacks tensors of its image encoder; it takes no images", self.path)
         return None
 
     @cached_property
     def _image_rule(self) -> ImageRule | None:
-        return rule_of(self.checkpoint.config, {})
+        return self.checkpoint.image_rule
 
     @property
     def image_token_id(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -12,12 +12,11 @@ import torch
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
+from runtime.models.towers.names import LIMITS, short_names
 from runtime.quant.weight_format import TensorSource
 
 # Wrappers around towers, which versions of transformers name differently
 _WRAPPERS = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
-LIMITS = ("input_min", "input_max", "output_min", "output_max")
-_LAYER = re.compile(r"^(layers\.|deepstack\.)(\d+)\.")
 
 
 class ReadParameter(Protocol):
@@ -33,24 +32,6 @@ def tower_tensors(names: Iterable[str], spec: TowerSpec) -> dict[str, str]:
     """Return the tensor of each parameter, among a checkpoint's names. Missing ones have their short name."""
     stored = {_WRAPPERS.sub("", name): name for name in names}
     return {parameter: stored.get(name, name) for parameter, name in short_names(spec).items()}
-
-
-def short_names(spec: TowerSpec) -> dict[str, str]:
-    """Return the tensor of each parameter, without wrappers."""
-    return {parameter: named(spec.names, parameter) for parameter in spec.shapes()}
-
-
-def named(names: Mapping[str, str], parameter: str, deepstack: Sequence[int] = ()) -> str:
-    """Return a parameter's name by a table. `deepstack` has the layers that replace indices of deepstack."""
-    match = _LAYER.match(parameter)
-    layer = int(match[2]) if match else 0
-    part = _LAYER.sub(r"\1{}.", parameter)
-    if match and match[1] == "deepstack." and deepstack:
-        layer = deepstack[layer]
-    if part in names:
-        return names[part].format(layer)
-    part, suffix = part.rsplit(".", 1)  # a map's name precedes .weight and .bias
-    return f"{names[part].format(layer)}.{suffix}"
 
 
 class _FromSource:

@@ -79,7 +79,8 @@ def _metadata(config: Any, layers: int, deepstack: list[int]) -> dict[str, Any]:
     vision, kind = config.vision_config, config.model_type
     heads = getattr(vision, "num_attention_heads", None) or vision.num_heads
     found = {
-        "projector_type": _PROJECTORS[kind], "vision.embedding_length": vision.hidden_size, "vision.block_count": layers,
+        "projector_type": _PROJECTORS[kind], "vision.embedding_length": vision.hidden_size,
+        "vision.block_count": layers,
         "vision.feed_forward_length": vision.intermediate_size, "vision.attention.head_count": heads,
         "vision.patch_size": vision.patch_size, "vision.image_size": getattr(vision, "image_size", 224),
         "vision.projection_dim": config.text_config.hidden_size, "has_vision_encoder": True,
