@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
-_SIDES = 512, 1024  # pictures whose tokens are counted, in pixels
+_SIDES = 512, 1024  # sides of example pictures, in pixels
 _DTYPES = ("dtype", "torch_dtype")  # keys in a config.json
 
 

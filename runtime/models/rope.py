@@ -28,14 +28,14 @@ def ropes_by_kind(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
     """The RoPE of a config. Raises CallboardError for a type that is not supported."""
     stated = rope_parameters(config)
-    sections = tuple(map(int, stated.get("mrope_section", ())))
+    sections = stated.get("mrope_section", config.get("mrope_section"))
+    is_mixed = stated.get("mrope_interleaved", config.get("mrope_interleaved"))
     if not sections:
         return _one_position(config, stated)
-    names = {name: kind for name in ("rope_type", "type") if (kind := stated.get(name)) not in (None, "mrope")}
-    text = {name: value for name, value in stated.items() if name not in ("rope_type", "type")}
-    return replace(
-        _one_position(config, text | names), sections=sections, mixed_sections=bool(stated.get("mrope_interleaved"))
-    )
+    if len(sections) != 3:
+        raise CallboardError(f"The model's mrope_section is {sections}; it must be three numbers.")
+    text = {name: value for name, value in stated.items() if value != "mrope"}
+    return replace(_one_position(config, text), sections=tuple(map(int, sections)), mixed_sections=bool(is_mixed))
 
 
 def _one_position(config: Mapping[str, Any], scaling: dict[str, Any]) -> RopeSpec:

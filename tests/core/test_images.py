@@ -23,7 +23,10 @@ def requests_with_images(draw):
     prompt, params, priority, salt = draw(requests())
     if draw(st.integers(0, 4)) == 0:
         return prompt, params, priority, salt
-    parts = [*draw(st.sampled_from(shared)), *draw(st.lists(st.one_of(texts, st.integers(0, len(LENGTHS) - 1)), max_size=4))]
+    parts = [
+        *draw(st.sampled_from(shared)),
+        *draw(st.lists(st.one_of(texts, st.integers(0, len(LENGTHS) - 1)), max_size=4)),
+    ]
     prompt, images = with_images([*parts, draw(texts)])
     return prompt, params, priority, salt, images
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from runtime.base.types import CallboardError
 from runtime.media import processor as processor_module
@@ -73,7 +73,7 @@ def test_refused(data: bytes, reason: str):
 def test_broken_files_are_refused_or_decoded():
     """Any byte may be wrong: the only error is an ImageFault."""
     random = np.random.default_rng(0)
-    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", *(["AVIF"] if features.check("avif") else [])):
         good = encoded(picture((24, 24)), kind)
         for _ in range(60):
             data = bytearray(good)
@@ -81,6 +81,13 @@ def test_broken_files_are_refused_or_decoded():
                 data[at] = random.integers(256)
             with contextlib.suppress(ImageFault):
                 decoded(bytes(data))
+
+
+def test_bytes_after_a_picture_are_ignored():
+    """A file may be a picture and an archive or a page at once."""
+    data = encoded(picture((64, 96)))
+    for kind in (b"PK\x03\x04" + bytes(99), b"<html><script>alert(1)</script></html>", b"GIF89a" + bytes(99)):
+        assert decoded(data + kind).image == decoded(data).image
 
 
 def test_ten_thousand_frames_are_not_read():

@@ -1,5 +1,4 @@
-"""Requests with images have the same tokens alone, in a burst, preempted, from caches, with draft tokens and after a
-loss of the runner, to the bit."""
+"""Requests with images have equal tokens in each setting: alone, in a burst, preempted, from caches, after a loss."""
 
 import time
 from functools import cache

@@ -62,7 +62,7 @@ def rope_axes(rope: RopeSpec, head_dim: int) -> torch.Tensor:
             axes[axis : 3 * rope.sections[axis] : 3] = axis
     elif rope.sections:
         stated = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
-        axes[: len(stated)] = stated
+        axes[: len(stated)] = stated[: len(axes)]
     return axes.repeat(2)
 
 

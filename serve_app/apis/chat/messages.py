@@ -275,7 +275,8 @@ class ChatMessage(RequestModel):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def images(self) -> list[ImagePart]:
-        return [part for part in self.content or () if isinstance(part, ImagePart)]
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part for part in parts if isinstance(part, ImagePart)]
 
     def as_template_sees_it(self, takes_images: bool = False) -> dict[str, Any]:
         """Return the message for the template, which sees no picture, only where one stands."""
