@@ -107,7 +107,15 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
         **tokens_config(file),
         **_rope_scaling(file),
-    }
+    } | _sections(file)
+
+
+def _sections(file: GgufFile) -> dict[str, Any]:
+    """Rotary positions of images, if the file has them."""
+    sections = [int(size) for size in stored(file, "rope.dimension_sections") or ()][:3]
+    scaling = _rope_scaling(file).get("rope_scaling")
+    parameters = {"mrope_section": sections, "mrope_interleaved": True}
+    return {"rope_scaling": (scaling or {}) | parameters} if any(sections) else {}
 
 
 def _kv_heads(file: GgufFile, default: int) -> int:

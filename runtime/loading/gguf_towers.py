@@ -71,19 +71,26 @@ def image_rule_of(path: Path) -> ImageRule | None:
 
 
 def find_tower(path: Path, text: GgufModel) -> GgufTower | None:
-    """Return the image encoder in a model's folder that fits it; None without one.
+    """Return the image encoder in a model's folder, or in the one above, that fits it; None without one.
 
-    Raises CallboardError if it is damaged, or has a tensor too little."""
-    for name in image_encoders(file.name for file in path.parent.glob("*.gguf")):
-        file = GgufFile(path.parent / name)
-        kind = _KINDS.get(_projector(file))
-        width = file.value("clip.vision.projection_dim", int, text.config["hidden_size"])
-        tokens = _token_ids(text.file)
-        arch = text.file.value("general.architecture", str)
-        if kind and arch in kind.texts and width == text.config["hidden_size"] and "image_token_id" in tokens:
-            return _tower(file, kind, text, tokens)
-        logger.info("%s does not fit %s, or is of an unknown kind, and is not used", file.path, path.name)
+    A damaged encoder is reported and not used, since the model still serves texts."""
+    for folder in (path.parent, path.parent.parent):
+        for name in image_encoders(file.name for file in folder.glob("*.gguf")):
+            try:
+                if tower := _fitting(GgufFile(folder / name), text):
+                    return tower
+                logger.info("%s is another model's image encoder, or of an unknown kind, and is not used", name)
+            except CallboardError as e:
+                logger.warning("The image encoder cannot be used: %s", e)
     return None
+
+
+def _fitting(file: GgufFile, text: GgufModel) -> GgufTower | None:
+    kind, tokens = _KINDS.get(_projector(file)), _token_ids(text.file)
+    width = file.value("clip.vision.projection_dim", int, text.config["hidden_size"])
+    arch = text.file.value("general.architecture", str)
+    fits = kind is not None and arch in kind.texts and width == text.config["hidden_size"]
+    return _tower(file, kind, text, tokens) if kind and fits and "image_token_id" in tokens else None
 
 
 def _projector(file: GgufFile) -> str:

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from runtime.base.types import CallboardError
 from runtime.loading.resolve import cache_folder, resolve
 from runtime.loading.sources import download
-from runtime.loading.sources.gguf_choice import choose, gguf_models
+from runtime.loading.sources.gguf_choice import choose, encoder_beside, gguf_models, image_encoders
 from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
 from runtime.loading.sources.short_names import SHORT_NAMES, near_name
@@ -38,7 +38,6 @@ FILES = {
     "m-Q4_K_M.gguf": gguf(4, 60_000),
     "m-BF16/m-BF16-00001-of-00002.gguf": gguf(16),
     "m-BF16/m-BF16-00002-of-00002.gguf": gguf(17),
-    "mmproj-F16.gguf": gguf(1),
 }
 
 
@@ -47,7 +46,9 @@ def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
     """A hub with a repository of GGUF files, one without Q4_K_M, and one with both kinds of files."""
     both = {"config.json": b"{}", "model.safetensors": b"x" * 2000, "m-Q8_0.gguf": gguf(8)}
     few = {"m-Q8_0.gguf": gguf(8), "m-Q3_K_S.gguf": gguf(3)}
-    with FakeHub({"org/m-GGUF": {SHA: FILES}, "org/few": {SHA: few}, "org/both": {SHA: both}}, {"main": SHA}) as fake:
+    seeing = {"m-Q8_0.gguf": gguf(8), "mmproj-F16.gguf": gguf(1)}
+    found = {"org/m-GGUF": FILES, "org/few": few, "org/both": both, "org/seeing": seeing}
+    with FakeHub({name: {SHA: files} for name, files in found.items()}, {"main": SHA}) as fake:
         fake.use(tmp_path, monkeypatch)
         yield fake
 
@@ -435,3 +436,17 @@ def test_a_revision_is_a_name(revision: str):
 
 def test_a_name_without_parts_is_a_whole_file():
     assert gguf_models(["m-00000-of-00000.gguf"])[0].files == ("m-00000-of-00000.gguf",)
+
+
+def test_the_image_encoder_of_a_hub_model_is_fetched_with_it(hub: FakeHub):
+    path = resolve("org/seeing", progress=False)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
+
+
+def test_the_most_exact_image_encoder_is_preferred():
+    names = ["mmproj-m-Q8_0.gguf", "a/mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-m-f16.gguf", "m-F16.gguf"]
+    assert image_encoders(names) == ["a/mmproj-BF16.gguf", "mmproj-m-f16.gguf", "mmproj-F32.gguf", "mmproj-m-Q8_0.gguf"]
+    model = choose(gguf_models(["a/m-Q8_0.gguf"]), "", "")
+    assert encoder_beside(model, names) == ["a/mmproj-BF16.gguf"]
+    assert encoder_beside(model, names[:1]) == ["mmproj-m-Q8_0.gguf"]
+    assert encoder_beside(model, ["b/mmproj.gguf"]) == []

@@ -8,6 +8,7 @@ import torch
 from runtime.base.images import ImageSpan
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
 from runtime.models.towers.specs import tower_spec
 from runtime.models.towers.tower import load_tower
 from tests.support.models.gguf_models import GEMMA4_METADATA
@@ -74,7 +75,7 @@ GGUF = {  # case -> architecture of its text, and metadata that only it has
     "gemma4, clipped": ("gemma4", GEMMA4_METADATA),
     "lfm2": ("lfm2", {"lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6}),
     "mistral3": ("llama", {"llama.rope.freq_base": 1e4}),
-    "qwen3-vl": ("qwen3vl", {"qwen3vl.rope.freq_base": 5e5}),
+    "qwen3-vl": ("qwen3vl", {"qwen3vl.rope.freq_base": 1e4, "qwen3vl.rope.dimension_sections": [4, 2, 2, 0]}),
     "smolvlm": ("llama", {"llama.rope.freq_base": 1e4}),
 }
 
@@ -86,6 +87,8 @@ def test_gguf_file_beside_the_model_has_the_same_tower(case, tmp_path):
     path = export_image_model(theirs, tmp_path, arch, case == "smolvlm", **metadata)
     checkpoint = open_checkpoint(path)
     want, found = tower_spec(hub.config), tower_spec(checkpoint.config)
+    if case == "qwen3-vl":  # rotary positions have sections
+        assert load_spec(hub.config)[0].layers == load_spec(checkpoint.config)[0].layers
     names = ("norm_eps", "activation", "projector", "deepstack_projector")
     fields = {name: getattr(want, name) for name in names}
     assert replace(found, **fields) == want

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from runtime.base.types import CallboardError
 from runtime.loading.sources.download import Download, check_space, fetch_all, finish, locked, size_text
-from runtime.loading.sources.gguf_choice import choose, gguf_models
+from runtime.loading.sources.gguf_choice import choose, encoder_beside, gguf_models
 from runtime.loading.sources.hub import model_files
 from runtime.loading.sources.names import CLOUD_PACKAGES, CloudName
 
@@ -148,7 +148,8 @@ def _chosen(name: CloudName, objects: Sequence[_Object], weights: bool) -> list[
         raise CallboardError(f"{name.url} has no files that you may read; check the address and the credentials.")
     models = gguf_models(by_name)
     if name.gguf or (models and not any(file.endswith(".safetensors") for file in by_name)):
-        names = list(choose(models, name.gguf, name.url).files)
+        chosen = choose(models, name.gguf, name.url)
+        names = [*chosen.files, *encoder_beside(chosen, by_name)]
     else:
         names = model_files(list(by_name), weights)
     if absent := [file for file in names if file not in by_name]:

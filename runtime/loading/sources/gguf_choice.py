@@ -60,6 +60,13 @@ def image_encoders(names: Iterable[str]) -> list[str]:
     return sorted(files, key=place)
 
 
+def encoder_beside(model: GgufModel, names: Iterable[str]) -> list[str]:
+    """Return the image encoder in a model's folder, or in the uppermost one; empty without any."""
+    home = model.files[0].rpartition("/")[0]
+    found = image_encoders(names)
+    return [name for folder in (home, "") for name in found if name.rpartition("/")[0] == folder][:1]
+
+
 def choose(models: Sequence[GgufModel], asked: str, where: str) -> GgufModel:
     """Return the model with the quantization or the file `asked`; by default Q4_K_M, or else the first.
 

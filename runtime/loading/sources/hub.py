@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.base.types import CallboardError
 from runtime.loading.folder import weight_files
 from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, fetch_all, locked
-from runtime.loading.sources.gguf_choice import GgufModel, choose, gguf_models
+from runtime.loading.sources.gguf_choice import GgufModel, choose, encoder_beside, gguf_models
 from runtime.loading.sources.names import FORMS, HubName
 from runtime.loading.sources.near_names import is_known, meant
 
@@ -51,7 +51,7 @@ def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> P
 
     names = [sibling.rfilename for sibling in info.siblings or () if ".." not in sibling.rfilename.split("/")]
     if gguf := _gguf_model(name, names):
-        files = list(gguf.files)
+        files = [*gguf.files, *encoder_beside(gguf, names)]
         if absent := [file for file in files if file not in names]:
             raise CallboardError(f"The hub model {name.repo_id!r} lacks {absent[0]}, a part of {gguf}; name another.")
     else:
