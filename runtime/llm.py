@@ -21,6 +21,7 @@ from tqdm import tqdm
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.assembly.outputs import outputs_by_request
 from runtime.base.config import DEFAULT_MODEL, EngineConfig
+from runtime.base.images import ImageSpan
 from runtime.base.model.pooling import POOLED, required_pooling
 from runtime.base.plain_values import integer, integers, is_integer
 from runtime.base.reports import Experts, Vector, one_of, prompt_entries
@@ -32,6 +33,7 @@ from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
+from runtime.output.image_forms import processor_for, with_images, with_marks
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
@@ -50,7 +52,7 @@ _LONG_BATCH = 8  # prompts from which on a progress bar helps
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[int]
-_Prompt = tuple[list[int], MessageFormat | None, RequestedGrammar | None]
+_Prompt = tuple[list[int], MessageFormat | None, RequestedGrammar | None, tuple[ImageSpan, ...]]
 
 
 @dataclass(slots=True)
@@ -163,6 +165,7 @@ class LLM:
         self._unwanted: list[str] = []  # requests to end before the next step
         self._names = map(str, count(1))
         self._chats = ChatPrompter(self.tokenizer) if self.tokenizer.chat_template is not None else None
+        self._images = processor_for(self.runner.info.images, path, self.tokenizer)
 
     def generate(
         self,
@@ -184,7 +187,7 @@ class LLM:
         sampled."""
         asked = read_options(OutputOptions, options)
         grammar = asked.requested_grammar()
-        batch: list[_Prompt] = [(ids, None, grammar) for ids in self._encode_all(prompts)]
+        batch: list[_Prompt] = [(ids, None, grammar, ()) for ids in self._encode_all(prompts)]
         return self._run(batch, params, asked.n or 1, progress, adapter, prompt_len)
 
     def chat(
@@ -197,6 +200,9 @@ class LLM:
         **options: Any,
     ) -> list[Completion]:
         """Answer one conversation or several, with the model's own chat template.
+
+        A message's content may be a list of parts, of which {"type": "image", "image": X} is a picture: a path, a PIL
+        image, a uint8 array, a data URL or a file's bytes.
 
         `options` are fields in runtime.output.options.ChatOptions, as over HTTP: the options of `generate`, and
         `tools`, `tool_choice`, `chat_template_kwargs` and others. Reasoning and tool calls are parsed from the text."""
@@ -217,7 +223,7 @@ class LLM:
 
         Several streams may be open at once, and other methods may be called between their pieces. Raises CallboardError
         if the request fails."""
-        (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1, adapter)
+        (choice,) = self._add((self._encode(prompt), None, None, ()), params or self.defaults.params(), 1, adapter)
         num_read = 0
         try:
             while not choice.reason or num_read < len(choice.sum.text):
@@ -306,9 +312,10 @@ class LLM:
     def _chat(self, messages: Sequence[Message], options: ChatOptions) -> _Prompt:
         if self._chats is None:
             raise CallboardError("This model has no chat template; use `generate` with a plain prompt.")
+        messages, sources = with_marks(messages)
         prompt = self._chats.prompt(messages, options)
-        ids = prompt.encode(prompt.source, False)
-        return ids, prompt.message_format, self._chats.grammar(options, prompt.message_format)
+        ids, images = with_images(prompt.encode(prompt.source, False), sources, self._images)
+        return ids, prompt.message_format, self._chats.grammar(options, prompt.message_format), images
 
     def _run(
         self,
@@ -325,10 +332,11 @@ class LLM:
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
         is_one = prompt_len is None or is_integer(prompt_len)
-        given_lengths = [prompt_len] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
-        lengths = [None if length is None else integer(length, "prompt_len") for length in given_lengths]
-        if len(lengths) != len(prompts):
-            raise CallboardError(f"There are {len(prompts)} prompts, {len(lengths)} prompt_len; send one or as many.")
+        lengths: list[int | None] = (
+            [cast(int | None, prompt_len)] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
+        )
+        if (num := len(lengths)) != len(prompts):
+            raise CallboardError(f"There are {len(prompts)} prompts, {num} prompt_len; send one or as many.")
         given = zip(prompts, each, lengths, strict=True)
         choices = (c for prompt, p, length in given for c in self._add(prompt, p, num_choices, adapter, length))
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
@@ -366,7 +374,7 @@ class LLM:
     def _add(
         self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str, prompt_len: int | None = None
     ) -> list[_Choice]:
-        ids, form, asked = prompt
+        ids, form, asked, images = prompt
         if form is not None and form.budget is not None:
             params = replace(params, thinking=form.budget)
         if asked is not None:
@@ -377,8 +385,9 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        length = len(ids) if prompt_len is None else prompt_len
-        for request in requests_of(Request("", ids, length, params, adapter=adapter), self._names, num_choices):
+        length = len(ids) if prompt_len is None else integer(prompt_len, "prompt_len", 1, len(ids))
+        one = Request("", ids, length, params, adapter=adapter, images=images)
+        for request in requests_of(one, self._names, num_choices):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

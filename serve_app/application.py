@@ -72,7 +72,7 @@ def build_http_app(
     middleware = [
         Middleware(ObserveRequests, models.first.metrics.answered, routes),
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
-        Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
+        Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids, takes_images=lambda: models.takes_images),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 

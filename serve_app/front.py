@@ -28,11 +28,15 @@ from actors.ray.private import http_host, replicas_of
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from actors.ray.room import Room, lacks_resources
 from runtime.background import in_background
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.loading.resolve import resolve
+from runtime.media.processor import ImageProcessor
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
+from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import CHAT, message_delta
 from serve_app.apis.completions.endpoint import COMPLETIONS
@@ -163,7 +167,16 @@ class Front(HandleCalls):
             await group.start()
         else:
             group.follow()
-        await asyncio.to_thread(service.start, tokenizer, defaults)  # the chat template is compiled
+        images = await asyncio.to_thread(self._images, path, tokenizer, config, group.info)
+        await asyncio.to_thread(service.start, tokenizer, defaults, images)  # the chat template is compiled
+
+    def _images(self, path: Path, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> ImageProcessor | None:
+        """Return the processor of a model's pictures; None if it takes none."""
+        if config.images == "off":
+            return None
+        # An engine that has not started yet takes at least as many tokens as one on a CPU.
+        most = config.sized_for("cpu").max_image_tokens if info.images is None else info.images.max_tokens
+        return ImageProcessor.of(path, tokenizer, self._settings.image_limits(most or 1))
 
     def reconfigure(self, user_config: object) -> None:
         """Log that nothing reads `user_config`, which Serve has changed in place."""
@@ -206,7 +219,7 @@ class Front(HandleCalls):
         `body` is for /v1/completions or, with messages, for /v1/chat/completions. Yields {"index", "text",
         "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
         call = current_call()
-        content = encoded(body)
+        content = await encoded(body)
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
         def prepare() -> PreparedRequest[Any]:

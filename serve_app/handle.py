@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
@@ -16,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive
 
 from actors.ray.callers import Caller, Callers, current_call
 from runtime.output.fields import FieldError, invalid
+from runtime.output.image_forms import data_url, file_of, is_picture
 from serve_app.http import in_process
+from serve_app.http.lanes import IMAGES
 from serve_app.protocol.errors import ApiError, api_error
 
 _LATER = (429, 503)  # the engines are busy, loading or restarting
@@ -63,6 +66,7 @@ class Turns:
 class HandleCalls:
     """A call takes a dict, a pydantic object or a dataclass, as ray.serve.llm's handles do.
 
+    A picture's URL may be a PIL image, a uint8 array, or a Path on the front's machine.
     `handle.chat.remote(body)` returns the whole answer. `handle.options(stream=True).chat.remote(body)` yields the
     chunks if the body has "stream": true, else the whole answer alone. Raises CallError. A call waits while no engine
     can take it, as Serve's handles wait for a replica."""
@@ -99,7 +103,7 @@ class HandleCalls:
 
     async def _called(self, path: str, body: Any) -> Answer | AsyncGenerator[Answer, None]:
         call = current_call()
-        content = encoded(body)
+        content = await encoded(body)
         answers = self._answers(path, content, call.caller)
         if call.is_streamed:
             return answers
@@ -186,21 +190,35 @@ def _call_error(error: ApiError | FieldError) -> CallError:
     )
 
 
-def encoded(body: Any) -> bytes:
-    """Return a body as JSON; raises CallError for a value that JSON lacks."""
+async def encoded(body: Any) -> bytes:
+    """Return a body as JSON, with pictures as data URLs; raises CallError for a value that JSON lacks."""
     try:
-        return _encode(body)
+        try:
+            return _encode(body)
+        except _HasPicture:
+            return await IMAGES.run("", partial(_encode_pictures, body))
     except (TypeError, ValueError) as e:
         raise CallError(400, f"The request body is not JSON: {e}; send plain values.", code="invalid_json") from None
+
+
+class _HasPicture(Exception):
+    """A body has a picture, and the event loop writes no image files."""
 
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON's own ones: pydantic objects, and the arrays and numbers of Ray Data's rows."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    if is_picture(value):
+        raise _HasPicture
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not one of its types")
 
 
+def _plain_or_picture(value: Any) -> Any:
+    return data_url(base64.b64encode(file_of("image", value)).decode()) if is_picture(value) else _plain(value)
+
+
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_encode_pictures = msgspec.json.Encoder(enc_hook=_plain_or_picture).encode

@@ -15,6 +15,7 @@ from typing import Literal, Self
 from runtime.base.config import EngineConfig, check_settings, names_of, setting
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
+from runtime.media.source import ImageLimits
 from serve_app.durations import Duration
 
 
@@ -121,7 +122,9 @@ class HttpSettings:
         "public name of this server for clients, * for any; may be given several times; requests for another host are "
         "refused, without keys even if this is not given",
     )
-    max_body_bytes: int = setting(8 << 20, "longest request body", 1)
+    max_body_bytes: int | None = setting(
+        None, "longest request body; default: 8 MiB, or 32 MiB if a model takes images", 1
+    )
     max_unread_bytes: int = setting(1 << 30, "most bytes of bodies that each front receives at once", 1)
     max_unread_bytes_per_key: int = setting(
         256 << 20, "most bytes of bodies that each front receives at once from one key", 1
@@ -131,6 +134,13 @@ class HttpSettings:
     max_n: int = setting(128, "most choices (n) of one request", 1)
     max_stop: int = setting(64, "most stop strings of one request", 1)
     max_prompts: int = setting(1024, "most prompts of one request", 1)
+    image_urls: tuple[str, ...] = setting(
+        (),
+        "host from which fronts fetch images with https, or any; may be given several times; default: none, clients "
+        "send the images themselves",
+    )
+    max_images: int = setting(20, "most images of one request", 0)
+    max_image_bytes: int = setting(20 << 20, "longest image file", 1)
     client_priority: bool = setting(
         False, "clients may send a priority below 0, to be served before others; one above 0 is always allowed"
     )
@@ -195,6 +205,19 @@ class HttpSettings:
         check_settings(self)
         if self.lora_on_demand and self.lora_folder is None:
             raise CallboardError("lora_on_demand loads adapters of lora_folder, which is not given; give it, too.")
+
+    def longest_body(self, takes_images: bool) -> int:
+        """Return the longest request body."""
+        return self.max_body_bytes or (32 << 20 if takes_images else 8 << 20)
+
+    def image_limits(self, max_image_tokens: int) -> ImageLimits:
+        """Return what requests may have of images, for a model with this limit of an image's tokens."""
+        return ImageLimits(
+            max_images=self.max_images,
+            max_image_bytes=self.max_image_bytes,
+            max_image_tokens=max_image_tokens,
+            image_urls=self.image_urls,
+        )
 
     def check_extras(self) -> None:
         """Raise CallboardError if a setting needs a missing package."""

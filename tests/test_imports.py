@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at whatever depth of the file
     "runtime": {"ray", "actors", "serve_app", "starlette", "fastapi", "transformers"},
     "runtime/core": {"torch", "triton"},
+    "runtime/media": {"torch", "triton", "transformers"},
     "runtime/text": {"torch", "triton", "transformers"},
     "runtime/structured": {"torch", "triton"},
     "runtime/output": {"torch", "triton", "transformers"},
@@ -198,6 +199,7 @@ def test_kernel_functions_outside_triton_have_types():
         (["runtime.llm"], ["torch", "ray"]),
         (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),
+        (["runtime.media.processor"], ["torch", "ray", "PIL", "httpx"]),  # Pillow runs in a child
     ],
 )
 def test_imports_load_only_what_they_may(modules: list[str], unwanted: list[str]):

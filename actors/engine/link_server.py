@@ -41,8 +41,8 @@ from actors.wire.link_messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
 from actors.wire.transport import Address, FrameSocket, Listener, framed
-from runtime.base.types import CallboardError, GrammarUpdate
-from runtime.features.grammar_store import GrammarStore
+from runtime.base.types import CallboardError
+from runtime.features.keyed_store import KeyedStore
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Connection:
         self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, EngineStream] = {}
-        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # used by its reader thread
+        self.prompts, self.store = SharedPrompts(), KeyedStore()  # used by its reader thread
         self.last_stream = 0  # the number of the last submitted one
         self.sent_adapters: dict[str, AdapterState] = {}  # adapters by name in the last Status
         self.last_received_at = time.monotonic()
@@ -186,8 +186,7 @@ class LinkServer:
                 while frames := front.receive():
                     connection.last_received_at = time.monotonic()
                     for frame in frames:
-                        message = self._message(connection, frame)
-                        if message is None or isinstance(message, GrammarUpdate):
+                        if connection.store.take(frame) or (message := self._message(connection, frame)) is None:
                             continue
                         if isinstance(message, Heartbeat):
                             connection.send(message)
@@ -204,17 +203,13 @@ class LinkServer:
             finally:
                 self._deliver(connection, Disconnected())
 
-    def _message(
-        self, connection: Connection, frame: bytearray
-    ) -> FromFront | GrammarUpdate | Heartbeat | FrontFigures | None:
+    def _message(self, connection: Connection, frame: bytearray) -> FromFront | Heartbeat | FrontFigures | None:
         """Decode a frame. A Submit that cannot be read is refused, since frames have their lengths: None."""
         try:
-            message: FromFront | GrammarUpdate | Heartbeat | FrontFigures = decode_from_front(frame)
-            if isinstance(message, GrammarUpdate):
-                connection.grammars.apply(message)
-            elif isinstance(message, Submit):
+            message: FromFront | Heartbeat | FrontFigures = decode_from_front(frame)
+            if isinstance(message, Submit):
                 message = connection.prompts.restored(message)
-                message.request = connection.grammars.whole_request(message.request)
+                message.request = message.request.with_keyed(connection.store.whole)
             return message
         except (CallboardError, msgspec.DecodeError) as e:
             if (stream := submitted_stream(frame)) is None:

@@ -17,6 +17,7 @@ from runtime.base.types import NOT_FINITE, CallboardError, FinishReason, Request
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.policy.kept_outputs import KeptOutputs
+from runtime.policy.queue_sizes import QueueSizes
 
 
 class LiveRequests:
@@ -25,7 +26,7 @@ class LiveRequests:
     def __init__(self, config: EngineConfig, core: EngineCore, adapters: EngineAdapters, meter: EngineMetrics) -> None:
         self._config, self._core, self._adapters, self._meter = config, core, adapters, meter
         self._by_id: dict[str, dict[EngineStream, None]] = {}  # streams by the client's id
-        self.held = HeldRequests(config.queue_timeout_s)
+        self.held = HeldRequests(config.queue_timeout_s, core.scheduler.extras[QueueSizes].keyed)
         self.limits = QueueLimits(config, core.scheduler, self.held)
         self.frames = StepFrames(core, meter, self._finished)
         self._kept = KeptOutputs()

@@ -60,8 +60,8 @@ _Work = Callable[[], object]  # done by the step thread
 
 
 def _wait_limits(config: EngineConfig) -> WaitLimits:
-    timeouts = config.queue_timeout_s, config.trainer_timeout_s
-    return WaitLimits(config.max_queued_requests, config.max_queued_tokens, *timeouts)
+    sizes = config.max_queued_requests, config.max_queued_tokens, config.max_queued_bytes
+    return WaitLimits(*sizes, config.queue_timeout_s, config.trainer_timeout_s)
 
 
 class EngineLoop:

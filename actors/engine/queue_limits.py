@@ -14,7 +14,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.types import Request
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
-from runtime.policy.queue_sizes import QueueSizes, exceeds_share
+from runtime.policy.queue_sizes import KeyedBytes, QueueSizes, RequestSizes, exceeds_share
 
 _LEAST_TIMES = 4  # request ends that make a rate: a single interval may be any
 
@@ -24,11 +24,11 @@ class HeldRequests:
 
     They count in the queue's limits, and time out like queued ones."""
 
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float | None, keyed: KeyedBytes) -> None:
+        """`keyed` counts the grammars and images of queued requests, too."""
+        self._timeout_s, self.sizes = timeout_s, RequestSizes(keyed)
         self._requests: dict[EngineStream, tuple[Request, bool]] = {}
         self._deadlines: dict[EngineStream, float] = {}  # may include ended streams
-        self.num_tokens = self.num_bytes = 0  # tokens in prompts and predictions; bytes in requests
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -42,22 +42,18 @@ class HeldRequests:
             # A request that is held again keeps its deadline.
             self._deadlines[stream] = stream.arrived_at + self._timeout_s
         self._requests[stream] = request, resumed
-        self._count(request, 1)
+        self.sizes.add(request, 1)
 
     def remove(self, stream: EngineStream) -> None:
         """Remove an ended stream. Other streams are ignored."""
         if (found := self._requests.pop(stream, None)) is not None:
-            self._count(found[0], -1)
-
-    def _count(self, request: Request, times: int) -> None:
-        self.num_tokens += times * (len(request.token_ids) + len(request.prediction))
-        self.num_bytes += times * request.num_bytes
+            self.sizes.add(found[0], -1)
 
     def take(self) -> list[tuple[EngineStream, Request, bool]]:
         """Remove and return all: stream, request, and whether it is resumed."""
         taken = [(stream, *found) for stream, found in self._requests.items()]
-        self._requests.clear()
-        self.num_tokens = self.num_bytes = 0
+        for stream, _, _ in taken:
+            self.remove(stream)
         return taken
 
     @property
@@ -126,11 +122,10 @@ class QueueLimits:
 
     def refusal(self, message: Submit) -> Refused | None:
         """Return the refusal of a request that does not fit the queue; None if it fits."""
-        config, held, sizes = self._config, self._held, self._sizes
+        config, held, sizes, num_new = self._config, self._held, self._sizes, message.request.num_tokens
         waiting = len(self._waiting) + len(held)
-        tokens = self._waiting.num_tokens + sizes.num_predicted + held.num_tokens
-        num_bytes = sizes.num_bytes(self._waiting.num_tokens) + held.num_bytes
-        num_new = len(message.request.token_ids) + len(message.request.prediction)
+        tokens = self._waiting.num_tokens + sizes.num_predicted + held.sizes.num_tokens
+        num_bytes = sizes.num_bytes(self._waiting.num_tokens) + held.sizes.own_bytes
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
         elif text := self._fault_of_share(owner_of(message.request.request_id), waiting):
@@ -140,7 +135,7 @@ class QueueLimits:
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
-        elif waiting and num_bytes + (own := self._bytes_of(message.request)) > config.max_queued_bytes:
+        elif waiting and num_bytes + (own := sizes.keyed.added_by(message.request)) > config.max_queued_bytes:
             text = (
                 f"The engine has {num_bytes} bytes of requests waiting and this one has {own}, above its limit of "
                 f"{config.max_queued_bytes} (max_queued_bytes); try again later."
@@ -160,12 +155,6 @@ class QueueLimits:
         if not exceeds_share(own, waiting, most):
             return ""
         return f"Your API key has {own} requests waiting, its share of {most} (max_queued_requests); try again later."
-
-    def _bytes_of(self, request: Request) -> int:
-        """Return the approximate bytes that a request adds to the queue. A grammar counts once."""
-        grammar = request.params.grammar
-        is_there = grammar is not None and self._sizes.has_grammar(grammar.key)
-        return request.num_bytes - (grammar.num_bytes if grammar is not None and is_there else 0)
 
     def _retry_after_s(self, waiting: int) -> float:
         """Return the seconds until the queue drains at the current rate, within 1 to 60."""

@@ -75,7 +75,7 @@ class EngineGroup:
         self._last_prompt = Prompt(())  # shared by a request's choices
         self.links: dict[str, EngineLink] = {}  # links by engine name
         self.adapters = FrontAdapters(lambda: list(self.links.values()))
-        self._waiting = ParkedStreams(None if from_zero is None else from_zero.limits(), self._expire)  # no engine
+        self._waiting = ParkedStreams(None if from_zero is None else from_zero.limits, self._expire)  # no engine
         self._waker: Waker | None = None  # None if there is always an engine
         if from_zero is not None:
             if from_zero.expected is not None:

@@ -28,19 +28,14 @@ class ScaleFromZero:
     """For a model that can scale to zero: how to start an engine, and which requests may wait for it."""
 
     wake: Callable[[], Awaitable[object]]  # returns when there is an engine; raises CallboardError if none can start
-    max_requests: int  # requests that may wait
-    max_tokens: int  # tokens in all waiting requests; a single one may have more
-    timeout_s: float | None  # each request's limit; None if unlimited
+    limits: WaitLimits  # limits of the waiting requests
     expected: ModelInfo | None = None  # facts before an engine reports them, without a fingerprint
 
     @classmethod
     def of(cls, config: EngineConfig, wake: Callable[[], Awaitable[object]], expected: ModelInfo | None) -> Self:
         """Return the rules of an engine's own queue."""
-        return cls(wake, config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s, expected)
-
-    def limits(self) -> WaitLimits:
-        """Return the limits of the waiting requests."""
-        return WaitLimits(self.max_requests, self.max_tokens, self.timeout_s)
+        sizes = config.max_queued_requests, config.max_queued_tokens, config.max_queued_bytes
+        return cls(wake, WaitLimits(*sizes, config.queue_timeout_s), expected)
 
 
 class Waker:
@@ -72,7 +67,7 @@ class Waker:
 
     async def engine(self) -> None:
         """Wait for an engine within the limits of requests. Raises EngineRefusal and CallboardError."""
-        if len(self._callers) >= self._zero.max_requests:
+        if len(self._callers) >= self._zero.limits.max_requests:
             text = (
                 f"{len(self._callers)} requests wait for an engine, the limit (max_queued_requests); try again later."
             )
@@ -81,7 +76,7 @@ class Waker:
         self._callers.add(caller)
         self.wake()
         try:
-            async with asyncio.timeout(self._zero.timeout_s):
+            async with asyncio.timeout(self._zero.limits.timeout_s):
                 await caller
         except TimeoutError:
             text = "The request waited longer than queue_timeout_s while there was no engine."

@@ -49,8 +49,8 @@ from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
 from runtime.base.model_info import ModelInfo
-from runtime.base.types import CallboardError, FinishReason, GrammarUpdate
-from runtime.features.grammar_store import GrammarSender, request_by_key
+from runtime.base.types import CallboardError, FinishReason
+from runtime.features.keyed_store import KeyedSender
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +85,31 @@ class _Connection(asyncio.Protocol):
     def __init__(self, link: EngineLink) -> None:
         self._link: EngineLink | None = link
         self._cutter = FrameCutter()
-        self.prompts, self.grammars = SharedPrompts(), GrammarSender()
-        self.has_received = False  # since the last heartbeat
+        self.prompts, self.sender = SharedPrompts(), KeyedSender()
+        self._has_received = False  # since the last heartbeat
+        self._num_sent = self._num_written = self._backlog = 0  # bytes; the latter two at the last heartbeat
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's class does not derive from it
 
+    def send(self, frame: bytes) -> None:
+        data = framed(frame)
+        self._num_sent += len(data)
+        self.transport.write(data)
+
+    def has_moved(self) -> bool:
+        """True if the engine has sent anything since the last call, or has read from a full socket.
+
+        On a slow network, images delay the heartbeats behind them."""
+        backlog = self.transport.get_write_buffer_size()
+        num_written = self._num_sent - backlog
+        has_moved = self._has_received or (self._backlog > 0 and num_written > self._num_written)
+        self._has_received, self._num_written, self._backlog = False, num_written, backlog
+        return has_moved
+
     def data_received(self, data: bytes) -> None:
-        self.has_received = True
+        self._has_received = True
         for frame in self._cutter.cut(data):
             if self._link is not None:
                 self._link.on_message(decode_from_engine(frame))
@@ -170,11 +186,11 @@ class EngineLink:
         if (connection := self._connection) is None:
             return
         request = stream.submission()
-        message = Submit(stream.number, request_by_key(request), resumed=stream.accepted)
+        message = Submit(stream.number, request.named, resumed=stream.accepted)
         try:
-            if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
-                self._send(update)
-            self._send(connection.prompts.reduced(message))
+            frame = encode(connection.prompts.reduced(message))
+            for each in [*connection.sender.frames(request.keyed.values()), frame]:
+                connection.send(each)
             connection.prompts.sent(message)
         except Exception as e:  # a value that no message can hold
             connection.prompts.forget()
@@ -267,9 +283,9 @@ class EngineLink:
         await asyncio.wait((asked,), timeout=_REPORT_S)
         return self._snapshot
 
-    def _send(self, message: FromFront | GrammarUpdate | Heartbeat | FrontFigures) -> None:
+    def _send(self, message: FromFront | Heartbeat | FrontFigures) -> None:
         if self._connection is not None:  # else its streams have already left
-            self._connection.transport.write(framed(encode(message)))
+            self._connection.send(encode(message))
 
     # ---- the connection -------------------------------------------------------------------------------------------
 
@@ -307,8 +323,7 @@ class EngineLink:
         Beats count, not seconds: if this process itself is late, only one beat counts."""
         num_silent = 0
         while not connection.lost.done():
-            num_silent = 0 if connection.has_received else num_silent + 1
-            connection.has_received = False
+            num_silent = 0 if connection.has_moved() else num_silent + 1
             if num_silent >= LOST_AFTER_BEATS:
                 logger.warning("engine %s has answered none of %d heartbeats", self.name, LOST_AFTER_BEATS)
                 connection.cut()

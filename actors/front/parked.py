@@ -15,7 +15,7 @@ from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import WaitLimits, owner_of
 from actors.wire.metrics import MetricValues
 from runtime.base.types import Request
-from runtime.policy.queue_sizes import exceeds_share
+from runtime.policy.queue_sizes import KeyedBytes, RequestSizes, exceeds_share
 
 _RETRY_S = 1.0  # retry delay for clients that the limits refuse
 
@@ -27,6 +27,7 @@ class ParkedStreams:
         """`limits` are this front's own; None if it uses the engines'. `expire` fails a late stream, for a reason."""
         self._own_limits, self._limits, self._expire = limits, limits, expire
         self._streams: dict[ClientStream, tuple[float, asyncio.TimerHandle | None]] = {}  # since when; its deadline
+        self._sizes = RequestSizes(KeyedBytes())  # without streams that an engine has accepted
         self.figures = MetricValues()  # unreported ones
 
     def __len__(self) -> int:
@@ -48,12 +49,16 @@ class ParkedStreams:
         if seconds is not None:
             timer = asyncio.get_running_loop().call_later(seconds, self._expire, stream, reason)
         self._streams[stream] = time.monotonic(), timer
+        if not stream.accepted:
+            self._sizes.add(stream.request, 1)
         self.figures.count("callboard:engine_waits")
 
     def remove(self, stream: ClientStream) -> bool:
         """Returns False if the stream is not parked."""
         if (found := self._streams.pop(stream, None)) is None:
             return False
+        if not stream.accepted:
+            self._sizes.add(stream.request, -1)
         since, timer = found
         if timer is not None:
             timer.cancel()
@@ -71,10 +76,14 @@ class ParkedStreams:
         own = sum(owner_of(other.request_id) == owner for other in waiting)
         if owner and exceeds_share(own, len(waiting), most):
             return f"{own} requests of your API key wait for an engine, its share of {most} (max_queued_requests)"
-        tokens, num_new = sum(map(_num_tokens, waiting)), _num_tokens(request)
-        if waiting and tokens + num_new > limits.max_tokens:
-            limit = f"above the limit of {limits.max_tokens} (max_queued_tokens)"
-            return f"{tokens} tokens wait for an engine and this request has {num_new}, {limit}"
+        sizes, keyed = self._sizes, self._sizes.keyed
+        for what, size, num_new, limit, name in (
+            ("tokens", sizes.num_tokens, request.num_tokens, limits.max_tokens, "max_queued_tokens"),
+            ("bytes", sizes.own_bytes + keyed.total, keyed.added_by(request), limits.max_bytes, "max_queued_bytes"),
+        ):
+            if waiting and size + num_new > limit:
+                fault = f"{size} {what} wait for an engine and this request has {num_new}"
+                return f"{fault}, above the limit of {limit} ({name})"
         return ""
 
     def _time_limit(self, stream: ClientStream) -> tuple[float | None, str]:
@@ -87,7 +96,3 @@ class ParkedStreams:
             name, seconds = "trainer_timeout_s", limits.trainer_timeout_s
         what = f"and no engine got weights of the version {wanted!r}" if wanted else "while there was no engine"
         return seconds, f"The request waited longer than {name} {what}."
-
-
-def _num_tokens(request: Request) -> int:
-    return len(request.token_ids) + len(request.prediction)

@@ -23,8 +23,8 @@ import msgspec
 from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.wire.transport import Address, FrameSocket, connect
 from runtime.base.config import EngineConfig
-from runtime.features.grammar_store import GrammarSender, GrammarStore
-from runtime.speculation.draft import DraftCore, DraftRequests, DraftTokens, requests_by_key, whole_requests
+from runtime.features.keyed_store import KeyedSender, KeyedStore
+from runtime.speculation.draft import DraftCore, DraftRequests, DraftTokens
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,17 @@ class SocketDraft:
     """The engine's end of the socket to a draft (draft_client.DraftWire)."""
 
     def __init__(self, draft: FrameSocket) -> None:
-        self._draft, self._grammars = draft, GrammarSender()
+        self._draft, self._sender = draft, KeyedSender()
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[DraftTokens])
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(draft.sock, select.POLLIN)
         self._writable.register(draft.sock, select.POLLOUT)
 
     def send(self, requests: DraftRequests) -> None:
-        self._draft.send(self._encoder.encode(requests_by_key(requests, self._grammars)), self._make_room)
+        values = [value for each in requests.opened for value in each.request.keyed.values()]
+        message = self._encoder.encode(requests.with_keyed(lambda value: value.named))
+        for frame in [*self._sender.frames(values), message]:
+            self._draft.send(frame, self._make_room)
 
     def _make_room(self) -> None:
         if not self._writable.poll(_UNREAD_MS):
@@ -66,13 +69,13 @@ class DraftLoop:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DraftRequests)
         self._engines: dict[int, FrameSocket] = {}  # connections by file descriptor, which names the engine in the core
-        self._grammars: dict[int, GrammarStore] = {}  # each engine connection's grammars
+        self._stores: dict[int, KeyedStore] = {}  # each engine connection's grammars
         self._epoll = select.epoll()
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
     def attach(self, engine: FrameSocket) -> None:
         """Serve one more engine until its connection ends. Any thread may call this."""
-        self._grammars[engine.sock.fileno()] = GrammarStore()
+        self._stores[engine.sock.fileno()] = KeyedStore()
         self._engines[engine.sock.fileno()] = engine
         self._epoll.register(engine.sock, select.EPOLLIN)
 
@@ -100,11 +103,12 @@ class DraftLoop:
         with suppress(OSError):
             frames = self._engines[fd].receive()
         for frame in frames:
-            self._core.take(fd, whole_requests(self._decoder.decode(frame), self._grammars[fd]))
+            if not (store := self._stores[fd]).take(frame):
+                self._core.take(fd, self._decoder.decode(frame).with_keyed(store.whole))
         if frames:
             return
         self._core.forget(fd)
-        del self._grammars[fd]
+        del self._stores[fd]
         self._engines.pop(fd).sock.close()
 
 

@@ -116,10 +116,11 @@ class SocketExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks. Raises RunnersLost like `collect`."""
-        frame = self._writer.encode(plan)
+        frames = self._writer.frames(plan)
         for rank in self._direct_ranks:
             try:
-                self._sockets[rank].send(frame, partial(self._make_room, rank))
+                for frame in frames:
+                    self._sockets[rank].send(frame, partial(self._make_room, rank))
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
@@ -207,7 +208,9 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
                     if failed.is_set():
                         continue  # the engine must close first: a close with unread plans would lose the fault
                     try:
-                        step = runner.launch(reader.decode(frame))
+                        if (plan := reader.decode(frame)) is None:
+                            continue
+                        step = runner.launch(plan)
                     except Exception as e:
                         failed.set()
                         step = partial(_raise, e)  # sent in order, after the earlier results

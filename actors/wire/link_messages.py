@@ -1,6 +1,6 @@
 """The messages between a front and an engine on their link: msgpack, one message a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, GrammarUpdate, Adapters, Follow, ResetPrefixCache, Sleep
+    front -> engine   Submit, Abort, AbortById, KeyedUpdate, Adapters, Follow, ResetPrefixCache, Sleep
                       Pause, CancelPause, Heartbeat, FrontFigures
     engine -> front   Tokens (at most one a step), Refused, Status
                       CacheUpdate (to followers: at most one a step and one in 20 ms)
@@ -24,7 +24,7 @@ from actors.wire.engine_client import Refusal, RefusalCode, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
 from runtime.base.reports import Report, TokenLogprobs
-from runtime.base.types import CallboardError, GrammarUpdate, Request
+from runtime.base.types import CallboardError, Request
 from runtime.base.weight_version import WeightVersion
 from runtime.policy.engine_load import EngineLoad
 
@@ -41,7 +41,7 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     """Serve `request` as `stream`; its request_id is for logs and aborts.
 
     A resumed request, which an engine has accepted before, skips the queue's limits. The request names its grammar
-    by a key. The key's text was sent on this connection before."""
+    and its images by their keys. A KeyedUpdate brought them on this connection before (features/keyed_store.py)."""
 
     stream: int
     request: Request
@@ -173,6 +173,7 @@ class WaitLimits(msgspec.Struct, array_like=True, frozen=True):
 
     max_requests: int
     max_tokens: int  # tokens in all together; a single one may have more
+    max_bytes: int  # bytes in all together, each grammar and image counted once; a single one may have more
     timeout_s: float | None
     trainer_timeout_s: float | None = None  # limit for a request that waits for weights
 
@@ -267,7 +268,7 @@ class EngineLoading(CallboardError):
 FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | Sleep | Pause | CancelPause
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
-decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | FrontFigures).decode
+decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | FrontFigures).decode
 _decode_head = msgspec.msgpack.Decoder(_SubmitHead).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 

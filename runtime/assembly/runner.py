@@ -13,6 +13,7 @@ from runtime.speculation.draft import row_lens
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
 from runtime.worker.gpu.mapped_memory import RunnerMemory
+from runtime.worker.images import RunnerImages
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource
 
@@ -29,6 +30,7 @@ def build_runner(
             *([ExpertRecorder.of] if config.routed_experts and not is_draft else []),
         ],
         masks=GrammarState.of,
+        images=RunnerImages.of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
         updates=RunnerUpdates,

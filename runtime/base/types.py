@@ -5,7 +5,7 @@ Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.base.errors import CallboardError as CallboardError
-from runtime.base.images import ImageSpan
+from runtime.base.images import Image, ImageSpan
 from runtime.base.plain_values import INT64
 from runtime.base.reports import Report
 from runtime.base.reports import TokenLogprobs as TokenLogprobs
@@ -63,16 +63,15 @@ class Grammar:
     ignored: tuple[str, ...] = ()  # keyword paths that are not enforced
 
     @property
+    def named(self) -> Grammar:
+        """The grammar without its texts."""
+        return Grammar(self.key, "", "")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its texts."""
-        return sum(len(text) if text.isascii() else len(text.encode()) for text in (self.lark, self.expression))
-
-
-class GrammarUpdate(msgspec.Struct, array_like=True, tag=16):
-    """On a connection: the receiver drops the grammars with the keys in `removed`, then stores `added`."""
-
-    added: list[Grammar]
-    removed: list[str] = []
+        texts = self.lark, self.expression, *self.ignored
+        return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +142,14 @@ class SamplingParams:
         """Return a copy in which the parameters with these effects are neutral."""
         return replace(self, **{f.name: f.neutral for f in table_of(type(self)).fields if f.effect in effects})
 
-    def with_grammar(self, grammar: Grammar) -> SamplingParams:
-        """Return a copy with another grammar. It skips the checks that `self` has passed."""
+    def with_keyed(self, change: Callable[[Any], Any]) -> SamplingParams:
+        """Return a copy in which `change` replaces the grammar. It skips the checks that `self` has passed."""
+        if self.grammar is None:
+            return self
         copy = object.__new__(SamplingParams)
         for name in self.__slots__:
             object.__setattr__(copy, name, getattr(self, name))
-        object.__setattr__(copy, "grammar", grammar)
+        object.__setattr__(copy, "grammar", change(self.grammar))
         return copy
 
     def __post_init__(self) -> None:
@@ -193,12 +194,34 @@ class Request:
     resumes: bool = field(default=False, compare=False)  # it continues with the tokens that were kept under its id
 
     @property
-    def num_bytes(self) -> int:
-        """Approximate bytes in a message, with its grammar."""
-        grammar = self.params.grammar
-        num_tokens = len(self.token_ids) + len(self.prediction)
-        num_bytes = TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
-        return num_bytes + sum(len(span.image.pixels) for span in self.images)
+    def num_tokens(self) -> int:
+        """Tokens in its prompt and its prediction."""
+        return len(self.token_ids) + len(self.prediction)
+
+    @property
+    def own_bytes(self) -> int:
+        """Approximate bytes in a message, without its grammar and its images."""
+        return TOKEN_BYTES * self.num_tokens + self.params.list_bytes
+
+    @property
+    def keyed(self) -> dict[str, Grammar | Image]:
+        """Its grammar and its images, by key."""
+        values: dict[str, Grammar | Image] = {span.image.key: span.image for span in self.images}
+        if (grammar := self.params.grammar) is not None:
+            values[grammar.key] = grammar
+        return values
+
+    @property
+    def named(self) -> Request:
+        """The request as it travels: its grammar and its images are their keys alone."""
+        return self.with_keyed(lambda value: value.named)
+
+    def with_keyed(self, change: Callable[[Any], Any]) -> Request:
+        """Return a copy in which `change` replaces the grammar and each image."""
+        if self.params.grammar is None and not self.images:
+            return self
+        images = tuple(msgspec.structs.replace(span, image=change(span.image)) for span in self.images)
+        return replace(self, params=self.params.with_keyed(change), images=images)
 
 
 @dataclass(slots=True)

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Float32s, Int32s
-from runtime.base.images import Image, ImageUpdate
+from runtime.base.images import Image
 from runtime.base.reports import Report, TokenLogprobs
-from runtime.base.types import CallboardError, GrammarUpdate, SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 
 MAX_STEPS = 64  # steps in a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # new slots' bytes in a plan with several: a frame stays far below its limit
@@ -75,11 +75,14 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     # Times that the rows run, each time one position further. Above 1, all rows have one token and sample after it:
     # a draft's plan. Samples are row after row, [num_rows * num_steps], without log-probabilities.
     num_steps: int = 1
-    grammars: GrammarUpdate | None = None  # set on a connection; read before the new slots (plan_wire.py)
     snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, state cache row for the state there
-    images: ImageUpdate | None = None  # set on a connection; read before the encodings (plan_wire.py)
     encodings: list[Encoding] = []
     embeds: Int32s = EMPTY_TABLE  # [3, n] first token's index in the step, its row in the pool, number of tokens
+
+    @property
+    def has_images(self) -> bool:
+        """True if the step encodes images, or reads their embeddings."""
+        return bool(self.encodings) or self.embeds.size > 0
 
     @property
     def ends(self) -> Int32s:

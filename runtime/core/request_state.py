@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -103,6 +104,13 @@ class RequestState:
         self.num_total = len(self.tokens)
         self.next_block_end = NEVER
         self.first_unsent = None
+
+    def shrink(self, has_waited: bool) -> None:
+        """Drop the images at its end, and the prompt of a request that still waits. Metrics may keep this object."""
+        if has_waited:
+            self.tokens, self.request = array("i"), replace(self.request, token_ids=[], prediction=(), images=())
+        elif self.request.images:
+            self.request = replace(self.request, images=())
 
 
 def checked_tokens(request: Request, info: ModelInfo) -> array[int]:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
-from runtime.base.types import CallboardError, Request
+from runtime.base.types import Request
 
 SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # bits in random seeds: every client reads such a number exactly, also JavaScript
@@ -19,9 +19,6 @@ def requests_of(request: Request, names: Iterator[str], num_choices: int = 1) ->
     Without a seed in its parameters the seed is random. Tokens after its prompt are an output, which `prompt_logprobs`
     scores; `max_tokens` are new tokens here."""
     params, num_output = request.params, len(request.token_ids) - request.prompt_len
-    if num_output and not 1 <= request.prompt_len <= len(request.token_ids):
-        needed = f"between 1 and the {len(request.token_ids)} given tokens"
-        raise CallboardError(f"prompt_len is {request.prompt_len}; it must be {needed}.")
     if num_output and params.max_tokens:
         params = replace(params, max_tokens=params.max_tokens + num_output)
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed

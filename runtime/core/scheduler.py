@@ -19,10 +19,8 @@ extra (extra.py).
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -187,8 +185,7 @@ class Scheduler:
         state.status = RequestStatus.ENDED
         for on_end in self.extras.on_end:
             on_end(state, reason)
-        if has_waited:  # metrics may keep this object for a while: drop the prompt
-            state.tokens, state.request = array("i"), replace(state.request, token_ids=[], prediction=(), images=())
+        state.shrink(has_waited)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "Granite 4.0 Micro, without state-space layers", "ibm-granite/granite-4.0-micro", granite.hybrid_decoder_spec,
         granite.HYBRID_WEIGHT_MAP, chats=(ChatForm("granite-4", "hermes"),),
     ),
+    "Idefics3ForConditionalGeneration": Family(
+        "Idefics3, SmolVLM", "HuggingFaceTB/SmolVLM-256M-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "Lfm2ForCausalLM": Family(
         "LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP,
         chats=(ChatForm("lfm-2", "lfm2"), ChatForm("lfm-2.5", "lfm2", reasons=True)),
@@ -133,6 +136,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "Lfm2MoeForCausalLM": Family(
         "LFM2-MoE 8B-A1B, 24B-A2B", "LiquidAI/LFM2-8B-A1B", lfm.moe_decoder_spec, lfm.MOE_WEIGHT_MAP,
         chats=(ChatForm("lfm-2", "lfm2"),),
+    ),
+    "Lfm2VlForConditionalGeneration": Family(
+        "LFM2-VL", "LiquidAI/LFM2-VL-450M", lfm.decoder_spec, lfm.IMAGE_TEXT_WEIGHT_MAP,
     ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", llama.decoder_spec, llama.WEIGHT_MAP,
@@ -200,6 +206,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "Qwen3-Next 80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct", qwen_hybrid.next_decoder_spec,
         qwen_hybrid.NEXT_WEIGHT_MAP, chats=(ChatForm("qwen3", "hermes", reasons=True),),
     ),
+    "Qwen3VLForConditionalGeneration": Family(
+        "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", qwen.decoder_spec, qwen.IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,
         chats=(_QWEN35,),
@@ -223,6 +232,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "SmolLM3ForCausalLM": Family(
         "SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP,
         chats=(ChatForm("smollm3", "hermes", reasons=True),),
+    ),
+    "SmolVLMForConditionalGeneration": Family(
+        "SmolVLM2", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
     ),
 }  # fmt: skip
 

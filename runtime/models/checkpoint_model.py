@@ -15,7 +15,7 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.sharding import Part
 from runtime.models import CLASSIFIER, load_spec
 from runtime.models.kv_scales import KV_SCALES
-from runtime.models.weight_map import WeightMap
+from runtime.models.weight_map import TOWERS, WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import Location, TensorSource
 
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 _COMPARED_AT_ONCE = 1 << 24  # numbers
 _MOST_NAMED = 4  # tensors in a message
 # Tensors that hold no weights, or that another reader knows
-_NO_WEIGHTS = re.compile(rf".*rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias|{re.escape(CLASSIFIER)}|{KV_SCALES}")
+_NO_WEIGHTS = re.compile(
+    rf".*rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias|{re.escape(CLASSIFIER)}|{KV_SCALES}|{TOWERS}"
+)
 _PART = re.compile(r"(?:model\.)?((?:layers|blk)\.\d+|\w+)")  # the model's part in a tensor's name
 
 
@@ -65,7 +67,7 @@ def _are_equal(source: TensorSource, first: str, second: str) -> bool:
 class UnusedTensors(NamedTuple):
     """Tensors of a checkpoint that its model does not read."""
 
-    left_out: list[str]  # parts that no text needs: images, sound, layers that draft tokens
+    left_out: list[str]  # parts without a use: sound, layers that draft tokens
     unknown: list[str]
 
     @property

@@ -20,6 +20,8 @@ from runtime.models.forward_batch import ForwardBatch
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 
+_PADDING = 0  # Gemma 4's pad_token_id
+
 
 @dataclass(eq=False)
 class Decoder:
@@ -53,13 +55,13 @@ class Decoder:
         ropes = [self.kernels[ROPE_ROWS](table, batch.positions) for table in self.ropes]
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         h = self._embedded(batch)
-        layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(batch.token_ids, h)
+        layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(self._own_tokens(batch), h)
         step = ForwardStep(batch, ropes, query_scales, layer_inputs)
         layers = self.layers
         if batch.adapters is not None:
             assert self.adapters is not None
             layers = self.adapters.adapted(layers, batch.adapters)
-        for layer, cache in zip(layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             layer.mixer.out.add_to(h, layer.mixer.mix(h, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
@@ -72,6 +74,8 @@ class Decoder:
                 layer.input.add_to(h, step.layer_inputs, eps)
             if layer.factor is not None:
                 self.kernels[MULTIPLY](h, layer.factor)
+            if batch.embeds is not None:
+                batch.embeds.add_after(index, h)
         return h
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -80,8 +84,14 @@ class Decoder:
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
         if batch.embeds is not None:
-            h[batch.embeds.tokens] = batch.embeds.embeddings
+            h[batch.embeds.tokens] = batch.embeds.embeddings[:, : h.shape[1]]
         return h
+
+    def _own_tokens(self, batch: ForwardBatch) -> torch.Tensor:
+        """Token ids, with padding in place of images."""
+        if batch.embeds is None:
+            return batch.token_ids
+        return batch.token_ids.index_fill(0, batch.embeds.tokens, _PADDING)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of `forward`, after the final norm."""

@@ -12,6 +12,7 @@ from runtime.base.model.decoder_spec import AttentionSpec, DecoderSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.layer_spec import MixerSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
+from runtime.base.types import CallboardError
 from runtime.kernels.attention.rope import query_scale_table, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.experts.dense_beside import DenseBeside
@@ -166,7 +167,9 @@ class LayerBuilder:
     def _mixer(self, spec: MixerSpec, prefix: str) -> Mixer:
         if (build := _WITH_STATES.get(type(spec))) is not None:
             return build(spec, self.maps, prefix)
-        assert isinstance(spec, AttentionSpec | LatentSpec)
+        if not isinstance(spec, AttentionSpec | LatentSpec):
+            kind = type(spec).__name__
+            raise CallboardError(f"The model has layers of {kind}, whose mixer this build lacks; use a complete build.")
         rope = self.ropes.index((spec.rope, spec.rope_dim))
         if isinstance(spec, LatentSpec):
             return LatentMixer.build(spec, self.maps, prefix, rope)

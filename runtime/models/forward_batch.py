@@ -29,7 +29,13 @@ class Embeds(NamedTuple):
     """Embeddings in place of the token table's, such as an image's."""
 
     tokens: torch.Tensor  # [n] index in the step, int64
-    embeddings: torch.Tensor  # [n, hidden], in the compute dtype
+    embeddings: torch.Tensor  # [n, hidden], in the compute dtype; with deepstack, more for the first layers follow
+
+    def add_after(self, layer: int, h: torch.Tensor) -> None:
+        """Add the part for a layer, if there is one, to the hidden states after it (Qwen3-VL)."""
+        start, stop = ((layer + i) * h.shape[1] for i in (1, 2))
+        if stop <= self.embeddings.shape[1]:
+            h[self.tokens] += self.embeddings[:, start:stop]
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from runtime.base.model.decoder_spec import DecoderSpec
 
 _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weight|\.bias)?")
+# Image encoders, which towers/tower.py reads
+TOWERS = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector|embed_vision)\..*"
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
 
 
@@ -31,7 +33,7 @@ class WeightMap:
     transposed: bool = False  # linear maps are stored as [in, out]
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     experts_in_turn: bool = False  # tensors with all experts have gate and up rows in turn (loading/stacked_experts.py)
-    ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
+    ignored: str = r".*rotary_emb\.inv_freq"  # tensors without a reader; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
@@ -44,9 +46,14 @@ class WeightMap:
             found.setdefault(name, []).append(parameter)
         return found
 
+    @property
+    def unread(self) -> str:
+        """Pattern of tensors that the decoder does not read."""
+        return f"{self.ignored}|{TOWERS}"
+
     def is_ignored(self, name: str) -> bool:
         """Return True for a tensor or a map that is not read."""
-        return re.fullmatch(self.ignored, name.removeprefix(self.base)) is not None
+        return re.fullmatch(self.unread, name.removeprefix(self.base)) is not None
 
     def adds_one(self, parameter: str) -> bool:
         """Return True for a norm that multiplies by one more than is stored."""

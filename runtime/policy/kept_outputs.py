@@ -75,6 +75,7 @@ class KeptOutputs:
 
 
 def _bare(request: Request) -> Request:
-    """Return a request without its id and its output, and with its seed in one place."""
-    params = replace(request.params, seed=None)
-    return replace(request, request_id="", token_ids=request.token_ids[: request.prompt_len], params=params)
+    """Return a request without its id and its output, with its seed in one place, and its images by their keys."""
+    named = request.named
+    params = replace(named.params, seed=None)
+    return replace(named, request_id="", token_ids=named.token_ids[: named.prompt_len], params=params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from runtime.base.types import TOKEN_BYTES, FinishReason
+from runtime.base.types import TOKEN_BYTES, FinishReason, Request
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import RequestState
@@ -21,14 +21,49 @@ def exceeds_share(own: int, total: int, most: int) -> bool:
     return own >= _SHARE * (most - total)
 
 
+class KeyedBytes:
+    """Bytes of the grammars and images in some requests, each counted once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counts: Counter[str] = Counter()  # requests by key
+
+    def add(self, request: Request, sign: int) -> None:
+        """Count a request, or with -1 one that leaves."""
+        for key, value in request.keyed.items():
+            count = self._counts.pop(key, 0) + sign
+            if count == (sign > 0):  # the first request with it comes, or the last one goes
+                self.total += sign * value.num_bytes
+            if count:
+                self._counts[key] = count
+
+    def added_by(self, request: Request) -> int:
+        """Return the bytes that a further request adds, its own included."""
+        return request.own_bytes + sum(v.num_bytes for key, v in request.keyed.items() if key not in self._counts)
+
+
+class RequestSizes:
+    """Sums over some requests. `keyed` may count others, too."""
+
+    def __init__(self, keyed: KeyedBytes) -> None:
+        self.num_tokens = self.own_bytes = 0  # as a request's
+        self.keyed = keyed
+
+    def add(self, request: Request, sign: int) -> None:
+        """Count a request, or with -1 one that leaves."""
+        self.num_tokens += sign * request.num_tokens
+        self.own_bytes += sign * request.own_bytes
+        self.keyed.add(request, sign)
+
+
 class QueueSizes(Extra):
     """Sums over the waiting requests."""
 
     def __init__(self) -> None:
         self.num_predicted = 0  # tokens in their predictions
         self.num_hits = 0  # tokens that were cached when they arrived; 0 unless the cache records its events
-        self._num_list_bytes = self._num_grammar_bytes = 0
-        self._grammars: Counter[str] = Counter()  # requests by grammar key
+        self._num_list_bytes = 0
+        self.keyed = KeyedBytes()
         self._hits: dict[RequestState, int] = {}  # live requests with cached tokens
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
@@ -50,12 +85,8 @@ class QueueSizes(Extra):
     def num_bytes(self, num_tokens: int) -> int:
         """Return about how many bytes `num_tokens` waiting tokens and all else take in messages.
 
-        Each grammar counts once."""
-        return TOKEN_BYTES * num_tokens + self._num_list_bytes + self._num_grammar_bytes
-
-    def has_grammar(self, key: str) -> bool:
-        """Return True if a waiting request has this grammar."""
-        return key in self._grammars
+        Each grammar and image counts once."""
+        return TOKEN_BYTES * num_tokens + self._num_list_bytes + self.keyed.total
 
     def hits(self, state: RequestState) -> int:
         """Return the known tokens of a live request that were cached when it arrived."""
@@ -65,11 +96,4 @@ class QueueSizes(Extra):
         self.num_predicted += sign * len(state.request.prediction)
         self.num_hits += sign * self._hits.get(state, 0)
         self._num_list_bytes += sign * state.list_bytes
-        if (grammar := state.params.grammar) is None:
-            return
-        count = self._grammars[grammar.key]
-        if count == (sign < 0):  # the first with this grammar comes, or the last one goes
-            self._num_grammar_bytes += sign * grammar.num_bytes
-        self._grammars[grammar.key] += sign
-        if not self._grammars[grammar.key]:
-            del self._grammars[grammar.key]
+        self.keyed.add(state.request, sign)

@@ -17,19 +17,19 @@ itself: it pauses `wanted` tokens, and some ahead, after its final tokens, and m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.sampling_fields import Effect
-from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError, GrammarUpdate, Request
+from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.features.grammar_store import GrammarSender, GrammarStore, request_by_key
 
 CATCH_UP = (2, 8)  # row lengths that a draft's runner has graphs for, besides 1
 _DEPTH = 2  # plans in flight
@@ -67,25 +67,12 @@ class DraftRequests:
     opened: list[OpenStream] = field(default_factory=list)
     committed: list[CommitTokens] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    grammars: GrammarUpdate | None = None  # set on a connection; applied before `opened` is read
 
-
-def requests_by_key(requests: DraftRequests, sender: GrammarSender) -> DraftRequests:
-    """Return the frame for `sender`'s connection: requests hold grammar keys, and `grammars` the new grammars."""
-    grammars = [o.request.params.grammar for o in requests.opened if o.request.params.grammar is not None]
-    if not grammars:
-        return requests
-    opened = [replace(each, request=request_by_key(each.request)) for each in requests.opened]
-    return replace(requests, opened=opened, grammars=sender.update(grammars))
-
-
-def whole_requests(requests: DraftRequests, store: GrammarStore) -> DraftRequests:
-    """Return a frame received on `store`'s connection, with whole grammars."""
-    if requests.grammars is not None:
-        store.apply(requests.grammars)
-    if all(each.request.params.grammar is None for each in requests.opened):
-        return requests
-    return replace(requests, opened=[replace(o, request=store.whole_request(o.request)) for o in requests.opened])
+    def with_keyed(self, change: Callable[[Any], Any]) -> DraftRequests:
+        """Return a copy in which `change` replaces each grammar."""
+        if not self.opened:
+            return self
+        return replace(self, opened=[replace(o, request=o.request.with_keyed(change)) for o in self.opened])
 
 
 @dataclass(frozen=True, slots=True)

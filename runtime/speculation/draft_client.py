@@ -146,6 +146,7 @@ class DraftClient(Drafter):
         stream = _Stream(origin.request_id, self._num_streams, self._clock() + _BEHIND_S)
         self._by_request[origin.request_id] = self._streams[stream.number] = stream
         self._unanswered.add(stream)
+        # Without images: the draft reads their tokens as text, and its guesses about them are worse.
         request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
         self._requests.opened.append(OpenStream(stream.number, request, wanted))
 

@@ -17,12 +17,12 @@ from runtime.child import ChildPool, Overrun
 from runtime.text import reasoning, sandbox
 from runtime.text.call_messages import with_content_placed, with_named_ids, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described
-from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls
+from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls, writes_images_of_results
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
 from runtime.text.tool_calls.generic import with_tools, with_tools_as_text, with_tools_of_system, with_written_calls
 from runtime.text.tool_calls.harmony import HARMONY, START
-from runtime.text.tool_responses import with_tool_responses
+from runtime.text.tool_responses import has_images, with_images_after_results, with_tool_responses
 
 MAX_PROMPT_CHARS = 4 << 20
 MAX_SECONDS = 1.0  # CPU time for one rendering; a long conversation takes milliseconds
@@ -115,6 +115,10 @@ class ChatTemplate:
         has_responses = "tool_responses" in self._tool_source
         return place_of_content(self._with_responses) if has_responses else "kept"
 
+    @cached_property
+    def _writes_images_of_results(self) -> bool:
+        return writes_images_of_results(self._with_responses)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -141,6 +145,9 @@ class ChatTemplate:
             messages = with_objects(messages, are_written=form is not None and form.arguments is not None)
         if form is GENERIC and tools and self._needs_tools:
             form = None
+        has_pictures = any(message.get("role") == "tool" and has_images(message) for message in messages)
+        if has_pictures and (form is GENERIC or not self._writes_images_of_results):
+            messages = with_images_after_results(messages)
         if form is GENERIC:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
         elif tools and form is not None and form.instructions and not self._probed.shows_tools:

@@ -85,6 +85,21 @@ def content_forms(render: Render, role: str) -> frozenset[type]:
     return frozenset(forms)
 
 
+def writes_images_of_results(render: Render) -> bool:
+    """Return whether a template writes a picture in the result of a tool."""
+    text, image = {"type": "text", "text": _CONTENT}, {"type": "image"}
+    try:
+        without, written = (
+            _render(render, [_USER, _calling(takes_text=False), {**_RESULT, "content": content}], True)
+            for content in ([text, text], [text, image, text])
+        )
+    except CallboardError:
+        return False
+    before, found, after = written.partition(_CONTENT)[0], written.count(_CONTENT), written.rpartition(_CONTENT)[2]
+    is_kept = found == 2 and without.startswith(before) and without.endswith(after)
+    return is_kept and len(written) > len(without) and "'type'" not in written and '"type": "image"' not in written
+
+
 def place_of_content(render: Render) -> Place:
     """Return where content next to calls has to stand, so that a template writes it before them.
 

@@ -1,10 +1,12 @@
-"""Call results as templates with `tool_responses` read them: in the message with the calls (Gemma 4)."""
+"""Call results as templates read them: in the message with the calls (Gemma 4), with pictures in a user's message."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+_NOTE = {"type": "text", "text": "[image: see the next message]"}
 
 
 def with_tool_responses(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -30,3 +32,33 @@ def _response(content: object) -> object:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else content
+
+
+def has_images(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has pictures."""
+    content = message.get("content")
+    return isinstance(content, list) and any(_is_image(part) for part in content)
+
+
+def with_images_after_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with the pictures of results in the user's message after them, in their order."""
+    moved: list[Mapping[str, Any]] = []
+    images: list[Any] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            if has_images(message):
+                images += [part for part in message["content"] if _is_image(part)]
+                message = {**message, "content": [_NOTE if _is_image(part) else part for part in message["content"]]}
+        elif images and message.get("role") == "user":
+            content = message.get("content") or ""
+            own = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            message, images = {**message, "content": [*images, *own]}, []
+        elif images:
+            moved.append({"role": "user", "content": images})
+            images = []
+        moved.append(message)
+    return [*moved, {"role": "user", "content": images}] if images else moved
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"

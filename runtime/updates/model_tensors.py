@@ -26,6 +26,7 @@ from runtime.updates.slices import Parts, SliceSet, merged, narrowed, parts_by_n
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HEAD_ROWS = "classifier"  # a classifier's section, which may consist of head rows
+TOWER = "tower"  # the image encoder's section
 
 
 class Target(NamedTuple):
@@ -70,6 +71,9 @@ class ModelTensors:
         self._has_classifier = CLASSIFIER in checkpoint and CLASSIFIER in parts_read
         if self._has_classifier:
             self._stored[CLASSIFIER] = Target(CLASSIFIER, checkpoint.shape(CLASSIFIER), FLOATS, (None,), HEAD_ROWS)
+        self._tower = parts_read.keys() - self._stored.keys() - self._dense.keys()
+        for name in self._tower:
+            self._stored[name] = Target(name, checkpoint.shape(name), FLOATS, (None,), TOWER)
         names = self._stored.keys() | self._dense.keys()
         counts = Counter(map(short_name, names))
         self._by_short_name = {short: name for name in names if counts[short := short_name(name)] == 1}
@@ -137,17 +141,18 @@ class ModelTensors:
         return None
 
     def _is_ignored(self, name: str) -> bool:
-        """True for tensors that the model does not read: rotary frequencies, a vision tower, a copy of a tied head."""
+        """True for tensors that the model does not read: rotary frequencies, an image encoder that is off, a copy of a
+        tied head."""
         weight_map = self._weight_map
         short = name.removeprefix(weight_map.base)
-        if name in self._others or re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", short):
+        if name in self._others or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])
 
     def is_complete(self, staged: SliceSet) -> bool:
         """True if an update has every tensor of the model."""
         seen = staged.seen
-        if self._has_classifier and CLASSIFIER not in seen:
+        if (self._has_classifier and CLASSIFIER not in seen) or not seen >= self._tower:
             return False
         return all(dense in staged.dense or seen.issuperset(stored) for dense, stored in self._of_parameter.values())
 

@@ -31,7 +31,7 @@ from runtime.models.decoder_build import builder_beside
 from runtime.models.weights import reader
 from runtime.quant.weight_format import TensorSource
 from runtime.updates.apply import apply_sections
-from runtime.updates.model_tensors import HEAD_ROWS, ModelTensors
+from runtime.updates.model_tensors import HEAD_ROWS, TOWER, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors
 from runtime.updates.slices import Overlay, Recorder, SliceSet
 from runtime.updates.staging import Stage, StagingMemory
@@ -210,7 +210,7 @@ class RunnerUpdates:
         source = parts.source
         if isinstance(source, CheckpointSource):
             source = source.with_tensors(overlay)
-        self._changed(source if HEAD_ROWS in sections else None)
+        self._changed(source if sections & {HEAD_ROWS, TOWER} else None)
 
     def store(self) -> None:
         """Write the applied weights to the store, and free the staged memory.

@@ -13,7 +13,7 @@ from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import format_names
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import choose_numerics
-from runtime.worker.sources import CheckpointSource
+from runtime.worker.sources import CheckpointSource, image_info
 
 _PROCESSES_BYTES = 1 << 29  # an engine's processes besides the plan: interpreters and libraries
 
@@ -34,7 +34,8 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     numerics, size = choose_numerics(own), config.tensor_parallel_size
     spec = quantized_at_load(source.spec, own, "cpu").of_rank(Shard(0, size))
     available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
-    plan = plan_memory(own.sized_for("cpu"), spec, numerics, available)
+    images = image_info(source, config.sized_for("cuda" if gpu else "cpu"))
+    plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, None if images is None else source.tower)
     num_bytes = plan.total * size + _PROCESSES_BYTES
     if config.has_draft_model:
         num_bytes += expected_model(config.draft_config(), gpu, most_bytes - num_bytes).num_bytes
@@ -51,5 +52,6 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
         makes_text=spec.makes_text,
         can_sleep=config.sleep_mode,
         pooling=source.pooling(config.pooling),
+        images=images,
     )
     return Expected(info, 0 if gpu else num_bytes)

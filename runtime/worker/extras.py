@@ -105,14 +105,19 @@ class StepExtra(SlotKeeper, Protocol):
         """Compute the output of this step, if any, and append its report. Runs before the step samples."""
 
 
-class ImageEncoder(SlotKeeper, Protocol):
-    """Encodes images, and keeps their embeddings in a pool of rows."""
+class ImageEncoder(Protocol):
+    """Encodes images, and keeps their embeddings in a pool of rows. The engine assigns the rows."""
+
+    def open(self) -> None:
+        """Allocate the pool."""
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the images that the model takes."""
 
-    def embeds(self, plan: StepPlan, copies: Copies) -> Embeds | None:
-        """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none."""
+    def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
+        """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none.
+
+        `firsts` [num_rows] has the index of each row's first token in the forward pass."""
 
 
 class TokenAutomata(Protocol):
@@ -213,7 +218,7 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
-# Called when the decoder has new weights; with their source if the classifier has changed, too.
+# Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
 WeightsChanged = Callable[[ModelSource | None], None]
 
 

@@ -13,6 +13,7 @@ import torch
 from runtime.base.config import EngineConfig
 from runtime.base.kv_cache_spec import KVCacheSpec, StateGroupSpec
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.shard import NUM_LEAVES
 from runtime.base.types import CallboardError
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
@@ -29,6 +30,7 @@ MIN_LOGIT_ROWS = 64  # logits rows that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
 _MOST_SNAPSHOTS = 1024  # an eviction looks at all snapshots
 _SNAPSHOT_SHARE = 0.25  # share of the KV cache's memory for state snapshots
+_TILES_AT_ONCE = 8  # tiles that a GPU encodes at a time (models/towers/tower.py)
 _LIBRARY_BYTES = 1 << 30  # libraries loaded later, and graph memory besides tensors
 
 
@@ -44,6 +46,8 @@ class MemoryPlan:
     graphs: int  # the largest CUDA graph's working memory, which other steps do not use
     adapters: int  # room for max_loras adapters
     updates: int  # room for a second copy of the weights, if weight_updates on a GPU
+    tower: int  # the image encoder's weights
+    images: int  # the pool of embeddings, and what the largest image's encoding needs beyond `working`
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
@@ -64,6 +68,8 @@ class MemoryPlan:
             ("CUDA graphs", self.graphs, "prefill_graph_tokens"),
             ("adapters", self.adapters, "max_loras, max_lora_rank"),
             ("new weights", self.updates, "weight_updates"),
+            ("image encoder", self.tower, "images"),
+            ("images", self.images, "image_pool_tokens, max_image_tokens"),
         ]  # fmt: skip
         needed = " + ".join(f"{name} {_gib(size)}{why and f' ({why})'}" for name, size, why in parts if size)
         return (
@@ -75,7 +81,7 @@ class MemoryPlan:
     def total(self) -> int:
         """The bytes of all parts."""
         parts = self.weights, self.kv, self.working, self.states, self.graphs, self.adapters, self.updates
-        return sum(parts)
+        return sum(parts) + self.tower + self.images
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
         """The plan with this number of blocks in the KV cache."""
@@ -83,10 +89,13 @@ class MemoryPlan:
         return replace(self, num_kv_blocks=num_kv_blocks, kv=kv)
 
 
-def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int, tower: TowerSpec | None = None
+) -> MemoryPlan:
     """Weights + KV + working memory; on a GPU the KV cache gets all remaining memory.
 
-    `config` is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
+    `config` is `sized_for` a device, and `tower` is the image encoder in use. Raises CallboardError, with the flag to
+    change, if they do not fit."""
     spec.check(config)
     max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert max_num_seqs is not None, "`config` is not sized for a device"
@@ -99,8 +108,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
     adapters = _adapter_bytes(config, spec, numerics, num_tokens)
-    updates = _update_bytes(config, spec, numerics)
-    room = available - weights - working - graphs - adapters - updates
+    encoder, images = _image_bytes(config, tower, numerics, working)
+    updates = _update_bytes(config, spec, numerics, encoder)
+    room = available - weights - working - graphs - adapters - updates - encoder - images
     states, num_states = 0, 0
     if (state_spec := kv_cache.states) is not None:
         max_num_seqs = _seqs_with_states(state_spec, max_num_seqs, room)
@@ -138,21 +148,30 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     kv = kv_cache.total_bytes(num_blocks, block_size)
     largest = max(min(spec.max_positions, largest), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, available
+    sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images, available
     plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
-    missing = plan.total - available
-    if missing > 0:
-        lower = "num_kv_blocks" if config.num_kv_blocks else flag
-        lower = f"serve without weight_updates, lower {lower}" if updates >= missing else f"lower {lower}"
-        raise CallboardError(
-            f"Too little memory; {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
-            f"{_gib(missing)} are missing."
-        )
+    _check_total(plan, "num_kv_blocks" if config.num_kv_blocks else flag)
     if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
     return plan
+
+
+def _check_total(plan: MemoryPlan, lower: str) -> None:
+    """Raise CallboardError with the flag `lower`, or a room that can be left out, if the plan needs too much memory."""
+    missing = plan.total - plan.available
+    if missing <= 0:
+        return
+    lower = f"lower {lower}"
+    if plan.updates >= missing:
+        lower = f"serve without weight_updates, {lower}"
+    elif plan.tower + plan.images >= missing:
+        lower = f"serve with images=off, {lower}"
+    raise CallboardError(
+        f"Too little memory; {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
+        f"{_gib(missing)} are missing."
+    )
 
 
 def _seqs_with_states(states: StateGroupSpec, max_num_seqs: int, room: int) -> int:
@@ -186,13 +205,13 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, the memory next to the largest step. Raises CallboardError if the plan
     needs more."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
-    fits = (room - plan.graphs - plan.updates) // block_bytes
+    fits = (room - plan.graphs - plan.updates - plan.images) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     chunk = plan.max_num_batched_tokens if config.chunked_prefill else plan.max_model_len
     context_blocks = plan.kv_cache.most_blocks(plan.max_model_len, plan.block_size, chunk)
     num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
     plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
-                   working=plan.available - plan.weights - plan.adapters - plan.states - room)  # fmt: skip
+                   working=plan.available - plan.weights - plan.tower - plan.adapters - plan.states - room)  # fmt: skip
     if num_blocks > fits or num_blocks <= context_blocks:
         raise CallboardError(
             f"Too little GPU memory is left after the largest step; lower max_num_batched_tokens, max_num_seqs or "
@@ -244,14 +263,31 @@ def _adapter_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, 
     return config.max_loras * sum(sizes) * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
 
 
-def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> int:
-    """A second copy of the weights, as a trainer sends them, and the largest layer while it is built."""
+def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, encoder: int) -> int:
+    """A second copy of the weights, as a trainer sends them, and the largest layer while it is built.
+
+    `encoder` has the bytes of the image encoder."""
     if not config.weight_updates or numerics.device.type != "cuda":
         return 0
     sizes = defaultdict[str, int](int)
     for parameter, num_bytes in staged_bytes(spec, numerics).items():
         sizes[".".join(parameter.split(".")[:2]) if parameter.startswith("layers.") else parameter] += num_bytes
-    return sum(sizes.values()) + 2 * max(sizes.values())
+    return sum(sizes.values()) + encoder + max(2 * max(sizes.values()), encoder)
+
+
+def _image_bytes(config: EngineConfig, tower: TowerSpec | None, numerics: Numerics, working: int) -> tuple[int, int]:
+    """The encoder's weights. The pool, and what the largest image's encoding needs beyond a step's working memory."""
+    if tower is None:
+        return 0, 0
+    assert config.max_image_tokens is not None, "`config` is not sized for a device"
+    patches, size = config.max_image_tokens * tower.merge**2, numerics.dtype.itemsize
+    if tower.positions in ("learned", "buckets"):  # its pictures are one size; some are encoded at a time
+        patches = min(patches, tower.position_shape[0] * (1 if numerics.device.type == "cpu" else _TILES_AT_ONCE))
+    pixels = 3 * tower.patch_size**2
+    elements = 8 * tower.hidden_size + 3 * tower.ffn_size  # compute dtype; others are float32
+    encoding = patches * (elements * size + (4 * tower.hidden_size + 3 * pixels) * 4)
+    pool = config.image_pool_tokens * tower.width * size
+    return tower.num_weights * size, pool + max(0, encoding - working)
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:

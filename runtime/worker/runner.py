@@ -47,7 +47,7 @@ from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, planned_cache, resize_kv
 from runtime.worker.ranks.rank_group import RankGroup
-from runtime.worker.sources import ModelSource
+from runtime.worker.sources import ModelSource, image_info
 from runtime.worker.state_cache import StateCache
 from runtime.worker.warmup import WarmUp
 
@@ -104,7 +104,9 @@ class ModelRunner:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         if numerics.device.type == "cpu":
             available //= self.shard.size  # the ranks on CPUs share one machine
-        memory = plan_memory(config, spec, numerics, available)  # raises on a rank that has too little
+        source = self._source
+        tower = None if self._plugged.images is None or image_info(source, config) is None else source.tower
+        memory = plan_memory(config, spec, numerics, available, tower)  # raises on a rank that has too little
         self.memory: MemoryPlan = replace(
             memory,
             max_model_len=group.least(memory.max_model_len),
@@ -114,13 +116,14 @@ class ModelRunner:
         )
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
-        source = self._source
         if config.weight_updates and self._plugged.updates is not None:
             self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least))
             source = self.updates.source
         with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():
             self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
-        self._make_extras(source)
+            parts = RunnerParts(config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
+            self.images = None if self._plugged.images is None else self._plugged.images(parts)
+        self._make_extras(parts)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales_of_rank(scales, spec)
@@ -136,9 +139,10 @@ class ModelRunner:
         """Allocate a KV cache of `num_kv_blocks`, for which all ranks have room, and warm up. Then plans may arrive."""
         self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
-        self.steps = self._make_steps(
-            num_kv_blocks, None if self._sleep_memory is None else self._sleep_memory.cache.use()
-        )
+        if self.images is not None:
+            with self._cache_memory():
+                self.images.open()
+        self.steps = self._make_steps(num_kv_blocks, self._cache_memory())
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe()
         self._group.barrier()  # all ranks have their cache
@@ -148,9 +152,12 @@ class ModelRunner:
         self._group.open()
         return self.info
 
-    def _make_extras(self, source: ModelSource) -> None:
+    def _cache_memory(self) -> AbstractContextManager[None]:
+        """The context in which tensors are allocated that lose their content in sleep."""
+        return nullcontext() if self._sleep_memory is None else self._sleep_memory.cache.use()
+
+    def _make_extras(self, parts: RunnerParts) -> None:
         plugged = self._plugged
-        parts = RunnerParts(self.config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
         self.extras: list[StepExtra] = [make(parts) for make in plugged.outputs]
         self.masks = None if plugged.masks is None else plugged.masks(parts)
         self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
@@ -187,19 +194,19 @@ class ModelRunner:
         )
         for extra in self.extras:
             info = extra.describe(info)
-        return info
+        return info if self.images is None else self.images.describe(info)
 
     def _make_steps(self, num_blocks: int, room: AbstractContextManager[None] | None = None) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         if memory.kv_cache.states is not None and self._states is None:
-            with nullcontext() if self._sleep_memory is None else self._sleep_memory.cache.use():
+            with self._cache_memory():
                 self._states = StateCache(memory.kv_cache.states, memory.num_states, num_slots, numerics.device)
         cache = KVCache(
             memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room, self._states
         )
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks)
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
 
     def _measure_memory(self) -> None:
         """Give the KV cache the memory that is free after the largest step. That step runs on a cache of one block."""
@@ -280,10 +287,10 @@ class ModelRunner:
         self.steps.drop_tapes()
 
     def _weights_changed(self, source: ModelSource | None) -> None:
-        """The decoder has the weights of an update; with a source, so have the classifier's."""
+        """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
-        for extra in self.extras:
+        for extra in (*self.extras, self.images):
             if source is not None and isinstance(extra, ReadsWeights):
                 extra.read_weights(source)
 

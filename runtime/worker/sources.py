@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from runtime.base.config import EngineConfig
+from runtime.base.images import Image, ImageInfo
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.pooling import Pooling
 from runtime.base.model.sharding import Part
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
+from runtime.media.families import rule_of
+from runtime.media.rule import ImageRule
 from runtime.models import CLASSIFIER
 from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
+from runtime.models.towers.specs import tower_spec
+from runtime.models.towers.tower import draw_tower, load_tower
+from runtime.models.towers.tower_tensors import tower_tensors
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import TensorSource
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSource(Protocol):
@@ -52,6 +64,17 @@ class ModelSource(Protocol):
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
 
+    @property
+    def tower(self) -> TowerSpec | None:
+        """The model's image encoder; None for a model that takes no images."""
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands in a prompt for each embedding of an image."""
+
+    def load_tower(self, numerics: Numerics) -> Tower:
+        """Read the image encoder's weights."""
+
     def pooling(self, wanted: str) -> Pooling | None:
         """How this model makes vectors of prompts, by the setting `pooling`; None if it makes none."""
 
@@ -63,6 +86,21 @@ class ModelSource(Protocol):
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """A function that reads the tokens for grammars, which takes a while; None if the model serves no grammars."""
+
+
+class Tower(Protocol):
+    """An image encoder with its weights."""
+
+    def encode(self, image: Image) -> torch.Tensor:
+        """[num_embeddings, TowerSpec.width] of one image, in the compute dtype."""
+
+
+def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
+    """What a model takes of images by `config`, which is `sized_for` a device; None if it takes none."""
+    if config.images == "off" or source.tower is None:
+        return None
+    assert config.max_image_tokens is not None, "`config` is not sized for a device"
+    return ImageInfo(source.image_token_id, config.image_pool_tokens, max_tokens=config.max_image_tokens)
 
 
 class CheckpointSource:
@@ -87,8 +125,31 @@ class CheckpointSource:
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         # A rank reads only its part of each tensor.
         is_whole = spec.shard.size == 1 and self._tensors is self.checkpoint
-        with self.checkpoint.reading_ahead(self.weight_map.ignored) if is_whole else nullcontext():
+        with self.checkpoint.reading_ahead(self.weight_map.unread) if is_whole else nullcontext():
             return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
+
+    @cached_property
+    def tower(self) -> TowerSpec | None:
+        spec, tensors = tower_spec(self.checkpoint.config), self.checkpoint
+        if spec is None or self._image_rule is None:
+            return None
+        if all(name in tensors for name in tower_tensors(tensors.names(), spec).values()):
+            return spec
+        logger.warning("%s lacks tensors of its image encoder; it takes no images", self.path)
+        return None
+
+    @cached_property
+    def _image_rule(self) -> ImageRule | None:
+        return rule_of(self.checkpoint.config, {})
+
+    @property
+    def image_token_id(self) -> int:
+        assert self._image_rule is not None
+        return self._image_rule.token_id
+
+    def load_tower(self, numerics: Numerics) -> Tower:
+        assert self.tower is not None
+        return load_tower(self._tensors, self.tower, numerics)
 
     def with_tensors(self, tensors: TensorSource) -> CheckpointSource:
         """This model with the tensors of updates."""
@@ -145,6 +206,8 @@ class DummySource:
     vocabulary: Vocabulary | None = None
     num_labels: int = 0  # a classifier's labels
     weight_map: WeightMap = phi.WEIGHT_MAP  # names for fused maps and for Llama's maps
+    tower: TowerSpec | None = None
+    image_token_id: int = 1
 
     @property
     def fingerprint(self) -> str:
@@ -152,6 +215,10 @@ class DummySource:
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         return draw_decoder(spec, numerics, max_model_len, self.seed, communicator)
+
+    def load_tower(self, numerics: Numerics) -> Tower:
+        assert self.tower is not None
+        return draw_tower(self.tower, numerics, self.seed)
 
     def pooling(self, wanted: str) -> Pooling | None:
         if self.num_labels:

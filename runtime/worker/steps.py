@@ -11,7 +11,8 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.models.decoder import Decoder
-from runtime.worker.extras import MaskSource, ReportWriter, SlotKeeper, StepExtra
+from runtime.models.forward_batch import Embeds
+from runtime.worker.extras import Copies, ImageEncoder, MaskSource, ReportWriter, SlotKeeper, StepExtra
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.slot_sampling import SlotSampling
 
@@ -33,10 +34,11 @@ class Steps(ABC):
         max_model_len: int,
         extras: Sequence[StepExtra] = (),
         masks: MaskSource | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.decoder, self.cache = decoder, cache
         self.num_slots, self.max_model_len = num_slots, max_model_len
-        self.extras, self.masks = extras, masks
+        self.extras, self.masks, self.encoder = extras, masks, encoder
 
     @abstractmethod
     def reset(self) -> None:
@@ -57,6 +59,13 @@ class Steps(ABC):
     def _begin_forward(self, plan: StepPlan) -> None:
         for extra in self.extras:
             extra.begin(plan)
+
+    def _embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
+        """Encode the plan's images, and return their embeddings in its rows (ImageEncoder.embeds)."""
+        if not plan.has_images:
+            return None
+        assert self.encoder is not None, "the engine plans images only for a model that takes them"
+        return self.encoder.embeds(plan, firsts, copies)
 
     def _free_and_open(self, plan: StepPlan) -> None:
         """Requests leave their slots, then others enter, with the states of the prefixes that they continue."""

@@ -46,6 +46,7 @@ SUBJECTS = {
     "engine": Subject(
         "how requests share steps: policies, which change speed or memory, and tokens at most by rounding",
     ),
+    "images": Subject("images in requests", ("images", "max_image_tokens", "image_pool_tokens")),
     "queue": Subject(
         "how long requests and steps may take, and how many requests may wait",
         ("max_queued_requests", "max_queued_tokens", "max_queued_bytes", "queue_timeout_s", "step_timeout_s",

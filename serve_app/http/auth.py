@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from starlette.datastructures import Headers
@@ -41,18 +41,28 @@ def clean_id(text: str) -> str:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks requests and adds three values to the scope.
+    """ASGI middleware that checks requests and adds four values to the scope.
 
-    They are "request_id", "owner" (a name for the API key, or empty) and "bodies" (the front's BodyBytes)."""
+    They are "request_id", "owner" (a name for the API key, or empty), "bodies" (the front's BodyBytes) and
+    "takes_images"."""
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings, keys: Sequence[str], *, echo_ids: bool) -> None:
-        """`echo_ids` is false under Serve, which adds X-Request-Id to every answer itself."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: HttpSettings,
+        keys: Sequence[str],
+        *,
+        echo_ids: bool,
+        takes_images: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`echo_ids` is false under Serve, which adds X-Request-Id to every answer itself. `takes_images` is true if
+        requests may have images."""
         self._app = app
         self._max_header_bytes = settings.max_header_bytes
         self._allowed_hosts = frozenset(name.lower().rstrip(".") for name in settings.allowed_host)
         self._digests = [_digest(key.encode()) for key in keys]
         self._bodies = BodyBytes(settings)
-        self._echo_ids = echo_ids
+        self._echo_ids, self._takes_images = echo_ids, takes_images
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +80,7 @@ class AuthMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope["owner"], scope["bodies"] = "", self._bodies
+        scope["owner"], scope["bodies"], scope["takes_images"] = "", self._bodies, self._takes_images()
         send_on = send_with_id if self._echo_ids else send
         codings = codings_of(scope["headers"]) if b"content-encoding" in headers else []
         if error := self._refusal(scope, headers) or unknown_coding(codings):

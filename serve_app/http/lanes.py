@@ -90,6 +90,7 @@ class Lane:
 # Short chats wait for a child process that renders their template, and compute little.
 SHORT_CHATS = Lane("short-chats", 4)
 LONG_REQUESTS = Lane("long-requests", 2)
+IMAGES = Lane("images", 4)  # its work waits for child processes that decode pictures, and for addresses
 LONG_ANSWERS = Lane("long-answers", 1)
 
 
@@ -110,6 +111,8 @@ async def run_preparation(
     `work` reads much more than the body."""
     while True:
         try:
+            if may_render and b"image" in body:
+                return await IMAGES.run(owner, work, len(body))
             if has_more or is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
                 return await LONG_REQUESTS.run(owner, work, len(body))
             return await SHORT_CHATS.run(owner, work) if may_render else work()

@@ -35,7 +35,7 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     Raises ApiError for a body that is not declared as JSON, is too long or too slow, or exceeds the front's limit for
     all bodies. A Content-Length is checked before the body is read. Browsers send other types than JSON from
     any site's pages without a preflight request."""
-    max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
+    max_bytes, timeout_s = settings.longest_body(scope.get("takes_images", True)), settings.body_timeout_s
     bodies: BodyBytes | None = scope.get("bodies")  # None for a batch's request, which is complete
     headers = dict(scope["headers"])
     kind, _, parameters = headers.get(b"content-type", b"").lower().partition(b";")

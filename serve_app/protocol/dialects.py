@@ -67,6 +67,7 @@ _OLLAMA_PATHS: Sequence[tuple[str, str]] = (
     (r"^response_format(\.json_schema\.schema)?\b", "format"),
     (r"^reasoning_effort\b", "think"),
     (r"^(messages\.\d+)\.reasoning_content\b", r"\1.thinking"),
+    (r"^(messages\.\d+)\.content\.(\d+)(\.type)?(?=[ :]|$)", r"\1.images.\2"),
 )
 _OLLAMA_WORDS: Mapping[str, str] = {
     **_of_route(_CHAT, "n", "prompt_logprobs", "return_token_ids", "routed_experts", "thinking_token_budget"),
@@ -163,6 +164,7 @@ OLLAMA_CHAT = Dialect(names=FieldNames(*_OLLAMA_PATHS, words={**_OLLAMA_WORDS, "
 OLLAMA_GENERATE = Dialect(
     names=FieldNames(
         *_OLLAMA_PATHS,
+        (r"^messages\.\d+\.(?=images\.)", ""),
         (r"^messages(\.\d+(\.content)?)?", "prompt"),
         words={
             **_OLLAMA_WORDS,

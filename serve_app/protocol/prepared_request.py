@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from runtime.base.images import ImageSpan
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import Request
+from runtime.media.processor import ImageProcessor
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
@@ -34,6 +36,17 @@ class ServedModel:
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
     base: str = ""  # the first name of the model itself
     sleeps: bool = False  # its engine may end while it is idle
+    image_processor: ImageProcessor | None = None  # None without image encoder in the model's description
+
+    @property
+    def images(self) -> ImageProcessor | None:
+        """The processor of pictures; None if the model takes none. Before the first engine, it may have an encoder."""
+        return self.image_processor if self.info.images is not None or not self.info.fingerprint else None
+
+    @property
+    def why_no_images(self) -> str:
+        """The end of the sentence that refuses a picture."""
+        return "" if self.image_processor is None else " here: its encoder is off (images) or not among its files"
 
     @property
     def speculates(self) -> bool:
@@ -84,6 +97,7 @@ class Prompts:
     # lengths of prompts alone, before their outputs; empty without outputs
     lengths: list[int] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
+    images: tuple[ImageSpan, ...] = ()  # in the only prompt
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
     def path(self, index: int) -> str:

@@ -43,6 +43,11 @@ class Models:
         """Running requests of this front."""
         return sum(service.num_live for service in self)
 
+    @property
+    def takes_images(self) -> bool:
+        """True if requests for some model may have images."""
+        return any(service.takes_images for service in self)
+
     def of(self, name: str | None) -> Service:
         """Return the service of the model or adapter with this name; None names the first model.
 

@@ -86,5 +86,6 @@ def _digest(prepared: PreparedRequest[Any]) -> str:
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES)
     for request in prepared.requests[:: prepared.num_choices]:
         digest.update(array("i", request.token_ids))
-        digest.update(msgspec.msgpack.encode((request.prompt_len, request.seed, replace(request.params, seed=None))))
+        params, images = replace(request.params, seed=None), request.named.images
+        digest.update(msgspec.msgpack.encode((request.prompt_len, request.seed, params, images)))
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.reports import Vector, one_of
 from runtime.base.types import CallboardError, FinishReason, Request
 from runtime.core.requests import requests_of
+from runtime.media.processor import ImageProcessor
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
@@ -80,10 +81,13 @@ class Service:
         if tokenizer is not None:
             self.start(tokenizer)
 
-    def start(self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None) -> None:
+    def start(
+        self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None, images: ImageProcessor | None = None
+    ) -> None:
         """Serve requests from now on, since the client is connected.
 
-        `defaults` are sampling parameters for requests without values."""
+        `defaults` are sampling parameters for requests without values. `images` is None for a model without them."""
+        self._images = images
         self._defaults = defaults or SamplingDefaults()
         self._chats = ChatPrompter(tokenizer) if tokenizer.chat_template is not None else None
         self._tokenizer = tokenizer
@@ -104,10 +108,14 @@ class Service:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
             raise unknown_model(name, self.names())
-        digest = "" if adapter is None else adapter.digest
-        return ServedModel(
-            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleep.is_allowed
-        )
+        digest, sleeps = "" if adapter is None else adapter.digest, self.sleep.is_allowed
+        info, draft = self._client.info, self.draft
+        return ServedModel(name, self._tokenizer, self._chats, info, draft, digest, self.model, sleeps, self._images)
+
+    @property
+    def takes_images(self) -> bool:
+        """True if requests may have images."""
+        return self._tokenizer is not None and self._images is not None
 
     def _as_served(self, name: str | None) -> str:
         """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`.
@@ -260,6 +268,7 @@ class Service:
                 adapter=model.adapter,
                 prediction=prompts.prediction,
                 min_weight_version="" if version is None else str(version),
+                images=prompts.images,
             )
             requests += requests_of(one, names, request.n or 1)
         stops = StopStrings(params.stop) if params.stop else None

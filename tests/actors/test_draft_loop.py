@@ -3,25 +3,28 @@ leave."""
 
 import socket
 import threading
+from functools import partial
 
 import msgspec
 import pytest
 
 from actors.runners.draft import DraftLoop, SocketDraft
 from actors.wire.transport import FrameSocket
-from runtime.speculation.draft import DraftRequests, DraftTokens
+from runtime.base.types import Grammar, Request, SamplingParams
+from runtime.speculation.draft import DraftRequests, DraftTokens, OpenStream
 
 
 class EchoCore:
     """Answers a frame with draft tokens for each stream that it closes."""
 
     def __init__(self):
-        self.outbox, self.forgotten, self.has_forgotten = {}, [], threading.Semaphore(0)
+        self.outbox, self.opened, self.forgotten, self.has_forgotten = {}, [], [], threading.Semaphore(0)
 
     def step(self) -> bool:
         return False
 
     def take(self, owner, told: DraftRequests) -> None:
+        self.opened += told.opened
         self.outbox.setdefault(owner, []).extend(DraftTokens(stream, 0, []) for stream in told.closed)
 
     def forget(self, owner) -> None:
@@ -51,6 +54,25 @@ def test_engines_connect_and_leave_while_it_waits():
             assert core.has_forgotten.acquire(timeout=60)
     assert len(core.forgotten) == 9
     assert not core.outbox
+
+
+def test_a_draft_gets_each_grammar_once():
+    core, grammars = EchoCore(), [Grammar(f"key {i}", f"{i}" * 100_000, "") for i in range(2)]
+    loop, sizes = DraftLoop(core, pytest.fail), list[int]()
+    requests = [Request("", [1], 1, SamplingParams(grammar=each)) for each in [*grammars, None, *grammars]]
+    opened = [OpenStream(i, request, 3) for i, request in enumerate(requests)]
+
+    def send(end: FrameSocket, frame: bytes, on_full) -> None:
+        sizes.append(len(frame))
+        FrameSocket.send(end, frame, on_full)
+
+    for engine in (attach(loop), attach(loop)):
+        engine._draft.send = partial(send, engine._draft)
+        for closed in ([7], [8]):
+            engine.send(DraftRequests(opened=opened, closed=closed))
+            assert engine.receive(5) == [DraftTokens(*closed, 0, [])]
+    assert [size > 100_000 for size in sizes] == [True, False, False] * 2
+    assert core.opened == 4 * opened
 
 
 def test_frames_that_arrive_together_are_read_together():

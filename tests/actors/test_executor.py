@@ -11,8 +11,10 @@ import pytest
 
 from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire import transport
+from runtime.base.images import Image
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
+from runtime.features import keyed_store
 from tests.support.cpu_time import reference_s
 from tests.support.engine.executor_group import (
     HOSTS,
@@ -20,6 +22,7 @@ from tests.support.engine.executor_group import (
     Runner,
     expected,
     failing,
+    image_of,
     plan_of,
     same,
 )
@@ -55,6 +58,21 @@ def test_a_plan_of_four_million_ids_is_executed(host):
     with Group(2, host) as group:
         group.executor.submit(plan)
         assert same(group.executor.collect(), expected(plan))
+
+
+@HOSTS
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_images_reach_every_rank_before_their_plan(monkeypatch, host, num_ranks):
+    """The last plan names an image that is no longer in the store, and one that is."""
+    monkeypatch.setitem(keyed_store._LIMITS, Image, 15 << 20)
+    images = [image_of(i, 3 << 20) for i in range(8)]
+    plans = [plan_of(0, images=images[:3]), plan_of(1, images=images[3:]), plan_of(2, images=[images[0], images[-1]])]
+    with Group(num_ranks, host) as group:
+        for plan in plans:
+            group.executor.submit(plan)
+            assert same(group.executor.collect(), expected(plan))
+        for runner in group.runners:
+            wait_until(lambda runner=runner: runner.executed == [0, 1, 2])
 
 
 @HOSTS

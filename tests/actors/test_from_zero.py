@@ -8,8 +8,9 @@ import pytest
 from actors.engine.actor import EngineActor
 from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.link_messages import WaitLimits
 from runtime.base.config import EngineConfig
-from runtime.base.types import CallboardError
+from runtime.base.types import TOKEN_BYTES, CallboardError
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import Engine, Engines, eventually, read, request
 
@@ -17,12 +18,13 @@ from tests.support.engine.links import Engine, Engines, eventually, read, reques
 class Zero:
     """An engine that starts on request, and the group that requests it."""
 
-    def __init__(self, max_requests=100, timeout_s=None, max_tokens=1000):
+    def __init__(self, max_requests=100, timeout_s=None, max_tokens=1000, max_bytes=1 << 20):
         self.engine, self.num_asked, self.may_start = Engine(delay_s=0.005), 0, asyncio.Event()
         self.may_start.set()
         self.error = None
         self.engine.die()
-        self.group = EngineGroup(Engines(self.engine), ScaleFromZero(self.wake, max_requests, max_tokens, timeout_s))
+        limits = WaitLimits(max_requests, max_tokens, max_bytes, timeout_s)
+        self.group = EngineGroup(Engines(self.engine), ScaleFromZero(self.wake, limits))
 
     async def wake(self):
         self.num_asked += 1
@@ -125,15 +127,16 @@ async def test_waiting_for_an_engine_has_limits():
         assert zero.group.num_streams == 0
 
 
-async def test_prompts_that_wait_for_an_engine_have_a_limit():
-    size = len(request(0).token_ids)
-    async with Zero(max_tokens=2 * size, timeout_s=0.2) as zero:
+@pytest.mark.parametrize("limit", ["max_tokens", "max_bytes"])
+async def test_prompts_that_wait_for_an_engine_have_a_limit(limit):
+    size = len(request(0).token_ids) * (1 if limit == "max_tokens" else TOKEN_BYTES)
+    async with Zero(**{limit: 2 * size}, timeout_s=0.2) as zero:
         zero.engine.die()
         await eventually(lambda: not zero.group.engines())
         zero.may_start.clear()
         found = await asyncio.gather(*(read(zero.group, request(i)) for i in [0, 0, 0]), return_exceptions=True)
         assert [error.reason for error in found] == [Refusal.LATE, Refusal.LATE, Refusal.BUSY]
-        assert "max_queued_tokens" in str(found[2])
+        assert limit.replace("max_", "max_queued_") in str(found[2])
 
 
 async def test_requests_fail_when_no_engine_can_be_started():

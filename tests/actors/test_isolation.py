@@ -47,7 +47,7 @@ class PoisonedRunner(FakeRunner):
 
     def collect(self):
         if not self.at_once:
-            self._check(decode_plan(self.queue[0]))
+            self._check(decode_plan(self.queue[0][-1]))
         return super().collect()
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.base.images import Image, ImageSpan
 from runtime.base.types import FinishReason
 from runtime.core.request_state import RequestState
 from runtime.policy.kept_outputs import LIFE_S, MAX_TOKENS, KeptOutputs
@@ -149,3 +150,12 @@ def test_a_later_end_replaces_an_earlier_one():
     for num_tokens in (3, 5):
         kept.keep(asked.request_id, state_of(asked, num_tokens), "f")
     assert len(kept.take(asked, "f").token_ids) == 5
+
+
+def test_outputs_are_kept_by_images_without_their_pixels():
+    first, second = (Image(bytes([i]) * 16, ((1, 1),), bytes(3)) for i in range(2))
+    kept, asked = KeptOutputs(), replace(of_client(), images=(ImageSpan(1, 2, first),))
+    kept.keep(asked.request_id, state_of(asked, 3), "f")
+    assert not any(span.image.pixels for span in kept._outputs[asked.request_id].request.images)
+    assert kept.take(replace(asked, images=(ImageSpan(1, 2, second),)), "f") is None
+    assert kept.take(asked, "f") is not None

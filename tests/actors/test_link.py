@@ -7,6 +7,7 @@ import pytest
 import uvloop
 
 from actors.engine.link_server import Connection
+from actors.front.link import _Connection
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.base.types import FinishReason, Request, SamplingParams
 from runtime.policy.isolation import MAX_LOSSES
@@ -305,3 +306,32 @@ async def test_an_idle_engine_checks_for_faults_at_log_level_debug(monkeypatch, 
             await eventually(lambda: "Slot 0 is free or held 0 times." in caplog.text)
         finally:
             engine.die()
+
+
+class FullSocket:
+    """A transport with a socket that takes bytes when the test says so."""
+
+    backlog = 0
+
+    def write(self, data) -> None:
+        self.backlog += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.backlog
+
+
+async def test_an_engine_that_reads_images_is_not_silent():
+    connection, sock = _Connection(None), FullSocket()
+    connection.connection_made(sock)
+
+    def beat(num_read: int) -> bool:
+        sock.backlog -= num_read
+        moved = connection.has_moved()
+        connection.send(b"beat")
+        return moved
+
+    assert [beat(0), beat(8), beat(8)] == [False] * 3, "a socket that takes heartbeats proves nothing"
+    connection.send(bytes(1000))
+    assert [beat(8), beat(300), beat(0)] == [False, True, False]
+    connection.send(bytes(1000))
+    assert [beat(1), beat(sock.backlog), beat(8)] == [True, True, False]

@@ -123,14 +123,14 @@ def poisoned(fields):
 
 @pytest.mark.parametrize("fields", POISON, ids=str)
 async def test_a_request_that_cannot_be_read_is_refused(engine, caplog, monkeypatch, fields):
-    monkeypatch.setattr("actors.front.link.request_by_key", lambda request: request)
+    monkeypatch.setattr(Request, "named", property(lambda request: request))
     group = link_to(engine)
     await asyncio.wait_for(group.start(), 5)
     engine.runners[-1].delay_s = 0.005
     reading = asyncio.create_task(read(group, request(1, max_tokens=60)))
     await eventually(lambda: engine.loop.stats()["running"] == 1)
     connections = list(engine.loop._connections)
-    monkeypatch.setattr(only_link(group)._connection.grammars, "update", lambda _: None)
+    monkeypatch.setattr(only_link(group)._connection.sender, "frames", lambda _: [])
     for _ in range(3):
         with pytest.raises(EngineRefusal, match="cannot read the request") as refusal:
             await asyncio.wait_for(read(group, poisoned(fields)), 5)

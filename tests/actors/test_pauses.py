@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -223,7 +224,7 @@ async def test_an_open_update_holds_the_pause():
 
 def test_a_lease_ends_only_without_renewals(monkeypatch):
     now, ended = [100.0], []
-    monkeypatch.setattr("actors.engine.sleep.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("actors.engine.sleep.time", SimpleNamespace(monotonic=lambda: now[0]))
     lease = Lease(10.0, lambda work: None, lambda: ended.append(now[0]), lambda: False)
     for now[0] in (105.0, 111.0, 120.0):
         lease.renew()

@@ -3,7 +3,7 @@
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.wire.link_messages import Submit
 from runtime.base.types import Request, SamplingParams
-from runtime.policy.queue_sizes import QueueSizes
+from runtime.policy.queue_sizes import KeyedBytes, QueueSizes
 from tests.support.engine.sessions import make
 from tests.support.engine.whole import whole_scheduler
 
@@ -15,7 +15,7 @@ def submit(i: int, num_predicted: int) -> Submit:
 def test_predictions_count_in_the_queue():
     config, info = make(max_queued_tokens=50)
     scheduler = whole_scheduler(config, info)
-    limits = QueueLimits(config, scheduler, HeldRequests(None))
+    limits = QueueLimits(config, scheduler, HeldRequests(None, KeyedBytes()))
     assert limits.refusal(submit(0, 100)) is None, "an empty queue takes any request"
     scheduler.add(submit(0, 20).request)
     assert limits.refusal(submit(1, 10)) is None

@@ -27,7 +27,7 @@ class Deferring:
     num_deferred = 0
 
     def collect(self):
-        plan = decode_plan(self.queue[0])
+        plan = decode_plan(self.queue[0][-1])
         result = super().collect()
         random, at, deferred = np.random.default_rng(plan.step_id), 0, []
         token_ids = result.token_ids.copy()

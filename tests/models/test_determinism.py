@@ -1,5 +1,6 @@
 """EngineConfig.deterministic: logits are bit-equal for any batch, chunks, cache hits and restarts."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
+from runtime.base.images import ImageSpan
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.types import SamplingParams
@@ -17,6 +19,7 @@ from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.runner_driver import TINY, Driver, tiny_runner
 from tests.support.models.specs import dense_spec
+from tests.support.models.tiny_images import TOKEN_ID, span_of, tiny_tower
 
 SPECS = {
     "tiny": TINY,
@@ -49,17 +52,19 @@ SPECS = {
         num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32, ffn_size=160, vocab_size=333,
         max_positions=256, norm_eps=1e-6, tied_head=True, qk_norm="head",
     ),
+    "images": TINY,
 }  # fmt: skip
 NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "cpu_activations": "int8"}}
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"int4 and int8 need compiled kernels: {obstacle()}")
 KINDS = [pytest.param("quantized", numerics, marks=COMPILED) for numerics in NUMERICS]
-KINDS += [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")]
+KINDS += [(spec, dtype) for spec in ("tiny", "odd", "images") for dtype in ("float32", "bfloat16")]
 KINDS += [(spec, "float32") for spec in ("mixture", "sinks", "latents")]
 
 
 def _runner(spec: str, numerics: str, **config) -> ModelRunner:
     own = NUMERICS.get(numerics, {"dtype": numerics})
-    return tiny_runner(SPECS[spec], deterministic=True, **own, **config)
+    tower = tiny_tower(SPECS[spec].hidden_size) if spec == "images" else None
+    return tiny_runner(SPECS[spec], tower=tower, deterministic=True, **own, **config)
 
 
 @cache
@@ -67,16 +72,25 @@ def runner_of(spec: str, dtype: str, **config) -> ModelRunner:
     return _runner(spec, dtype, num_threads=2, **config)
 
 
-def tokens_of(seed: int, count: int, vocab: int) -> list[int]:
-    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def tokens_of(seed: int, count: int, vocab: int, spans: Sequence[ImageSpan] = ()) -> list[int]:
+    tokens = torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for span in spans:
+        tokens[span.begin : span.end] = [TOKEN_ID] * len(tokens[span.begin : span.end])
+    return tokens
+
+
+def prompt_of(spec: str, seed: int, count: int) -> tuple[list[int], Sequence[ImageSpan]]:
+    """Random tokens, among images where the model takes them. The prompt may end within an image."""
+    spans = (span_of(20, seed, 4, 6), span_of(90, seed + 10, 5, 5)) if spec == "images" else ()
+    return tokens_of(seed, count, SPECS[spec].vocab_size, spans), spans
 
 
 @cache
 def reference(spec: str, dtype: str, seed: int, count: int) -> torch.Tensor:
     """The last logits of a prompt computed alone, in one chunk, in a fresh runner."""
     driver = Driver(runner_of(spec, dtype), seed=99)
-    tokens = tokens_of(seed, count, SPECS[spec].vocab_size)
-    driver.open(0, tokens)
+    tokens, spans = prompt_of(spec, seed, count)
+    driver.open(0, tokens, spans=spans)
     return driver.prefill(0, tokens)
 
 
@@ -87,9 +101,9 @@ LENGTHS = st.sampled_from([1, 2, 5, 63, 64, 65, 100, 129, 150])
 @settings(max_examples=15, deadline=None)
 @given(count=LENGTHS, cuts=st.sets(st.integers(1, 149), max_size=5), seed=st.integers(0, 3), place=st.integers(0, 9))
 def test_chunks_and_blocks_do_not_show(spec, dtype, count, cuts, seed, place):
-    tokens = tokens_of(seed, count, SPECS[spec].vocab_size)
+    tokens, spans = prompt_of(spec, seed, count)
     driver = Driver(runner_of(spec, dtype), seed=place)
-    driver.open(3, tokens)
+    driver.open(3, tokens, spans=spans)
     assert torch.equal(driver.prefill(3, tokens, tuple(cuts)), reference(spec, dtype, seed, count))
 
 
@@ -107,8 +121,8 @@ def test_batch_mates_do_not_show(spec, dtype, mates, count, seed):
     requests = [(count, seed, True), *mates]
     rows = []
     for slot, (length, own_seed, decodes) in enumerate(requests):
-        tokens = tokens_of(own_seed, length, SPECS[spec].vocab_size)
-        driver.open(slot, tokens)
+        tokens, spans = prompt_of(spec, own_seed, length)
+        driver.open(slot, tokens, spans=spans)
         start = length - 1 if decodes else 0
         if start:
             driver.step((slot, 0, start, 0))
@@ -121,14 +135,14 @@ def test_batch_mates_do_not_show(spec, dtype, mates, count, seed):
 @pytest.mark.parametrize(("spec", "dtype"), KINDS)
 def test_prefix_hits_and_restarts_do_not_show(spec, dtype):
     driver = Driver(runner_of(spec, dtype), seed=5)
-    tokens = tokens_of(1, 129, SPECS[spec].vocab_size)
-    driver.open(0, tokens[:100])
+    tokens, spans = prompt_of(spec, 1, 129)
+    driver.open(0, tokens[:100], spans=spans)
     driver.prefill(0, tokens[:100])
-    driver.open(1, tokens, shared=driver.tables[0][:6])  # 96 tokens are another's
+    driver.open(1, tokens, shared=driver.tables[0][:6], spans=spans)  # 96 tokens are another's: they end in an image
     assert torch.equal(driver.prefill(1, tokens, start=96), reference(spec, dtype, 1, 129))
     fresh = _runner(spec, dtype, num_threads=2)
     driver = Driver(fresh)
-    driver.open(0, tokens)
+    driver.open(0, tokens, spans=spans)
     assert torch.equal(driver.prefill(0, tokens), reference(spec, dtype, 1, 129))
 
 
@@ -137,9 +151,9 @@ def test_decoding_equals_recomputing(spec, dtype):
     """After a preemption the output is prefilled, with the same bits as when it was decoded beside other rows."""
     vocab = SPECS[spec].vocab_size
     driver = Driver(runner_of(spec, dtype))
-    tokens, mate = tokens_of(2, 60, vocab), tokens_of(3, 9, vocab)
+    (tokens, spans), mate = prompt_of(spec, 2, 60), tokens_of(3, 9, vocab)
     hot = SamplingParams(max_tokens=64, temperature=1.0)
-    driver.open(0, tokens, hot, seed=77)
+    driver.open(0, tokens, hot, seed=77, spans=spans[:1])
     driver.open(1, mate, hot, seed=78)
     tokens += driver.step((0, 0, 60, 1), (1, 0, 9, 1)).token_ids[:1].tolist()
     decoded = [driver.logits[0]]
@@ -149,7 +163,7 @@ def test_decoding_equals_recomputing(spec, dtype):
     for at in (0, 3, 4, 10):
         known = tokens[: 60 + at]
         again = Driver(driver.runner, seed=at)
-        again.open(2, known, hot, prompt_len=60, seed=77)
+        again.open(2, known, hot, prompt_len=60, seed=77, spans=spans[:1])
         again.step((2, 0, len(known), 1))
         assert torch.equal(again.logits[0], decoded[at])
         assert int(again.runner.steps.slots.tokens[2, len(known)]) == tokens[len(known)]
@@ -170,9 +184,9 @@ def test_toggles_do_not_show(spec, dtype, toggle):
     """C6: in deterministic mode a policy changes not one bit, except num_threads, which decides how work is split."""
     want = reference(spec, dtype, 1, 129)
     runner = _runner(spec, dtype, **{"num_kv_blocks": 200, "num_threads": 2} | toggle)
-    tokens = tokens_of(1, 129, SPECS[spec].vocab_size)
+    tokens, spans = prompt_of(spec, 1, 129)
     driver = Driver(runner)
-    driver.open(0, tokens)
+    driver.open(0, tokens, spans=spans)
     driver.open(1, tokens[:50])
     assert torch.equal(driver.prefill(0, tokens, (40, 128)), want)
 

@@ -5,6 +5,15 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from runtime.assembly.runner import build_runner
+from runtime.base.model.mixer_spec import ShortConvSpec
+from runtime.base.types import CallboardError
+from runtime.models import decoder_build
+from runtime.worker.sources import DummySource
+from tests.models.test_runner_extras import CONFIG
+from tests.support.models.specs import TINY, changed
 from tests.support.pruned_tree import ROOT, copy_tree, output_of
 
 RUNNER = "runtime/assembly/runner.py"
@@ -37,6 +46,7 @@ ROOMS = {
     "prompt log-probabilities": Room(("runtime/features/prompt_scorer.py",), ((RUNNER, "PromptScorer"),)),
     "routed experts": Room(("runtime/features/expert_recorder.py",), ((RUNNER, "ExpertRecorder"),)),
     "sleep": Room(("runtime/worker/gpu/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
+    "images": Room(("runtime/worker/images.py",), ((RUNNER, "RunnerImages"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
     "recurrent states": Room(
         (
@@ -113,3 +123,10 @@ def test_architecture_page_names_each_room():
     _, _, table = page.partition("## Optional rooms")
     table = table.partition("\n## ")[0]
     assert [path for room in ROOMS.values() for path in room.paths if path not in table] == []
+
+
+def test_hybrid_model_without_its_room_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_build, "_WITH_STATES", {})
+    spec = changed(TINY, mixer=(ShortConvSpec(TINY.hidden_size, 3), None))
+    with pytest.raises(CallboardError, match=r"layers of ShortConvSpec, whose mixer this build lacks"):
+        build_runner(CONFIG, DummySource(spec))

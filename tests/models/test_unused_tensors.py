@@ -117,7 +117,7 @@ def test_tensors_without_an_effect_are_not_named(case, tmp_path):
     ("case", "names", "line"),
     [
         ("qwen3.5", ["mtp.fc.weight", "mtp.norm.weight"], "2 of mtp"),
-        ("gemma3, with a vision tower", [], "of vision_tower"),
+        ("gemma4, with a vision tower", ["model.audio_tower.output_proj.weight"], "1 of audio_tower"),
         ("deepseek v3", ["model.layers.3.eh_proj.weight"], "1 of layers.3"),
     ],
 )

@@ -10,14 +10,15 @@ import pytest
 
 from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire.transport import connect
-from tests.support.engine.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
+from tests.support.engine.executor_group import HOSTS, Runner, expected, failing, image_of, plan_of, processes, same
 
 
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_plans_reach_other_processes_and_a_kill_is_noticed(host, num_ranks):
     with processes(num_ranks, host) as (executor, ranks):
-        plans = [plan_of(i, num_rows=1 + 50 * i, num_ids=1000 * i) for i in range(6)]
+        images = [image_of(i, 3 << 20) for i in range(6)]
+        plans = [plan_of(i, 1 + 50 * i, 1000 * i, images[i // 2 : i + 1]) for i in range(6)]
         executor.submit(plans[0])
         for before, plan in pairwise(plans):
             executor.submit(plan)

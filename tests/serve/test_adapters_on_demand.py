@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -100,7 +101,7 @@ async def test_failures_are_not_repeated_at_each_request(folder: Path, monkeypat
     seen, now = [], 1000.0
     monkeypatch.setattr(adapter_folder, "has_adapter", lambda path: seen.append(path) or path.endswith("bad"))
     monkeypatch.setattr(adapter_folder, "_MAX_REMEMBERED", 2)
-    monkeypatch.setattr(adapter_folder.time, "monotonic", lambda: now)
+    monkeypatch.setattr(adapter_folder, "time", SimpleNamespace(monotonic=lambda: now))
     engine = FakeEngine()
     loads = loads_of(engine)
     async with client_of(engine, folder=folder) as http:

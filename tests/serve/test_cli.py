@@ -62,7 +62,7 @@ def test_every_flag_reaches_its_field():
         "plain_tool_calls": False,
             "special_tokens_in_contents": True,
         "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
-        "trainer_timeout_s": 99.5,
+        "trainer_timeout_s": 99.5, "images": "off", "image_pool_tokens": 900, "max_image_tokens": 800,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
@@ -85,6 +85,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     values = {
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
+        "image_urls": ("a.example", "b"), "max_images": 6, "max_image_bytes": 3000,
         "client_priority": True, "routing_policy": "least-load", "lora_folder": "/adapters", "lora_on_demand": True,
         "weight_folder": "/weights",
         "batch_folder": "/batches", "batch_file_bytes": 6000, "batch_max_requests": 7, "batch_concurrency": 8,

@@ -36,7 +36,7 @@ MOST_REFERENCES = 40  # of CPU time of one pause, other threads' too; a referenc
 ANSWER_S = 30.0  # a request is answered or refused within
 MOST_MEMORY = 1 << 30
 CONTEXT = 131_072
-MAX_BODY = HttpSettings().max_body_bytes
+MAX_BODY = HttpSettings().longest_body(False)
 LLAMA = (Path(__file__).parents[1] / "data" / "chat_templates" / "llama3.2.jinja").read_text()
 
 

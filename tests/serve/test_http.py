@@ -388,10 +388,10 @@ async def test_body_size_cap(declared: bool):
         for _ in range(33):
             yield b" " * (1 << 20)
 
-    content = b" " * (HttpSettings().max_body_bytes + 1) if declared else chunks()
+    content = b" " * (HttpSettings().longest_body(False) + 1) if declared else chunks()
     async with client_of(FakeEngine()) as client:
         response = await client.post("/v1/completions", content=content)
-    assert_error(response, 413, None, f"{HttpSettings().max_body_bytes} bytes", "body_too_large")
+    assert_error(response, 413, None, f"{HttpSettings().longest_body(False)} bytes", "body_too_large")
 
 
 def test_errors_can_be_sent_to_another_process():

@@ -1,6 +1,7 @@
 """llama.cpp's routes, by bodies as its editor plug-ins send them."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -323,7 +324,7 @@ def test_less_indentation_ends_a_text(text: str, kept: str | None, size: int):
 
 def test_time_ends_a_text_after_its_first_line(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr("serve_app.apis.llama_cpp.line_limits.time", SimpleNamespace(monotonic=lambda: now))
     limits = LineLimits(max_ms=250)
     for seconds, text, reason in ((0.0, "a", None), (0.3, "b", None), (0.1, "c\n", "length")):
         now += seconds

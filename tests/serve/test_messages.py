@@ -268,7 +268,7 @@ def user(*blocks: Any) -> dict[str, Any]:
     ("fields", "says"),
     [
         ({"messages": []}, "messages is []"),
-        (user(IMAGE), "images, documents"),
+        (user(IMAGE), 'messages.0.content.0.type is "image", but the model "fake" takes no images'),
         (user(DOCUMENT), "messages.0.content.0.type is"),
         (user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "unexpected `tool_use_id` found"),
         (user(TOOL_USE), "messages.0.content.0 is a tool_use"),

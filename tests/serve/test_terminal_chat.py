@@ -112,7 +112,7 @@ def test_other_lines_with_a_slash_are_questions(line: str, on_terminal: bool):
 
 def test_a_terminal_shows_the_speed_and_a_cut(stderr: Terminal, monkeypatch):
     clock = iter([10.0, 10.5, 11.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("serve_app.terminal.talk.time", SimpleNamespace(monotonic=lambda: next(clock)))
     Talk(Echo(Ending(41, was_cut=True)), None, on_terminal=True).take("abc")
     assert stderr.text == "(41 tokens, 40 tokens/s) (cut; --max-tokens)\n"
 

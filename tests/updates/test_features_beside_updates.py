@@ -12,6 +12,7 @@ from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
+from runtime.base.images import ImageSpan
 from runtime.base.types import Request, SamplingParams
 from runtime.base.weight_parts import ArraysPart
 from runtime.core.executor import InProcess
@@ -19,6 +20,7 @@ from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.family_cases import save_model
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.tower_cases import random_image, save_tower_model
 from tests.support.models.weight_updates import changed, tensors_in, update, write_changed, write_tiny
 
 POOLED = SamplingParams(max_tokens=1, pooled=True)
@@ -93,6 +95,26 @@ def test_scores_follow_an_update(tmp_path):
         assert tokens_of(runner, POOLED) != want
         update(runner, [ArraysPart(second)])
         assert tokens_of(runner, POOLED) == want
+
+
+def test_an_image_encoder_follows_an_update(tmp_path):
+    save_tower_model(tmp_path / "first", "mistral3")
+    second = changed(tensors_in(tmp_path / "first"))
+    image, _ = random_image([(24, 24)], 0)
+    prompt = [5, *[150] * 4, 6]
+
+    def logits_of(runner: ModelRunner) -> torch.Tensor:
+        driver = Driver(runner)
+        driver.open(0, prompt, spans=[ImageSpan(1, 4, image)])
+        return driver.prefill(0, prompt)
+
+    want = logits_of(start(write_changed(tmp_path / "first", second, tmp_path / "second"), deterministic=True))
+    runner = start(tmp_path / "first", weight_updates=True, deterministic=True)
+    text = {name: tensor for name, tensor in second.items() if "language_model" in name or "lm_head" in name}
+    update(runner, [ArraysPart(text)])
+    assert not torch.equal(logits_of(runner), want)
+    update(runner, [ArraysPart(second)], "2")
+    assert torch.equal(logits_of(runner), want)
 
 
 def start(folder: Path, **config) -> ModelRunner:

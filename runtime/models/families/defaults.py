@@ -57,6 +57,9 @@ _QWEN_3_MOE = _QWEN_2_MOE | {
     "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
     "num_experts_per_tok": 8, "num_experts": 128,
 }  # fmt: skip
+_QWEN_3_VL = _QWEN_2 | {
+    "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0, "max_window_layers": 0,
+}  # fmt: skip
 _QWEN_3_5 = _LLAMA | _NO_EOS | {
     "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4,
     "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": _OrNull(0.25), "layer_types": None,
@@ -175,11 +178,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "layers_block_type": _Alias("layer_types"),
     },
     "Lfm2ForCausalLM": _LFM,
+    "Lfm2VlForConditionalGeneration": _LFM,
     "Lfm2MoeForCausalLM": _LFM | {
         "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
         "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
         "norm_topk_prob": True,
     },
+    "Idefics3ForConditionalGeneration": _LLAMA,
     "LlamaForCausalLM": _LLAMA,
     "Ministral3ForCausalLM": _MINISTRAL_3,
     "MinistralForCausalLM": _MISTRAL,
@@ -206,6 +211,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _QWEN_2 | {"head_dim": 128},
     "Qwen3MoeForCausalLM": _QWEN_3_MOE,
     "Qwen3NextForCausalLM": _QWEN_3_NEXT,
+    "Qwen3VLForConditionalGeneration": _QWEN_3_VL,
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN_3_5,
     "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
@@ -215,6 +221,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": _OrNull(8), "head_dim": _OrNull(128), "max_position_embeddings": 524288,
         "attention_bias": True, "attention_out_bias": False,
     },
+    "SmolVLMForConditionalGeneration": _LLAMA,
     "SmolLM3ForCausalLM": _LLAMA | {
         "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": _OrNull(4), "max_position_embeddings": 32768, "tie_word_embeddings": True,

@@ -25,7 +25,6 @@ WEIGHT_MAP = WeightMap(
     },
     base="language_model.",  # models with images
     norms_plus_one=True,
-    ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
 
 

@@ -43,8 +43,8 @@ _NAMES |= {  # names in mixtures
 WEIGHT_MAP = WeightMap(
     _NAMES,
     "model.language_model.",  # models with images
-    # Images, sound, and k and v maps in layers with shared keys and values.
-    ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
+    # Sound, and k and v maps in layers with shared keys and values.
+    ignored=r"(model\.)?(audio_tower|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
 )
 
 

@@ -27,6 +27,19 @@ WEIGHT_MAP = WeightMap({
     "down": "model.layers.{}.mlp.down_proj",
 })  # fmt: skip
 
+# Idefics 3 and SmolVLM
+IMAGE_TEXT_WEIGHT_MAP = WeightMap(
+    {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
+    base="model.text_model.",
+)
+
+
+def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec for the text part of a model with images; raises CallboardError for another kind than Llama's."""
+    if (kind := config.get("model_type") or "llama") not in ("llama", "smolvlm", "idefics3"):
+        raise CallboardError(f"The model's text_config is of type {kind!r}; supported is llama.")
+    return decoder_spec(config)
+
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""

@@ -19,9 +19,7 @@ from runtime.models.rope import rope_parameters, rope_spec
 from runtime.models.weight_map import WeightMap
 
 WEIGHT_MAP = llama.WEIGHT_MAP
-IMAGE_TEXT_WEIGHT_MAP = WeightMap(
-    llama.WEIGHT_MAP.names, base="language_model.", ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*"
-)
+IMAGE_TEXT_WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names, base="language_model.")
 MOE_WEIGHT_MAP = WeightMap({
     **WEIGHT_MAP.names,
     "router": "model.layers.{}.block_sparse_moe.gate",

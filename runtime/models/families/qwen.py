@@ -24,6 +24,10 @@ EXPERT_NAMES = {
     "down": "model.layers.{}.mlp.experts.{}.down_proj",
 }
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_QK_NORMS})
+IMAGE_TEXT_WEIGHT_MAP = WeightMap(  # Qwen3-VL
+    {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
+    base="model.language_model.",
+)
 SHARED_NAMES = {
     "shared_gate": "model.layers.{}.mlp.shared_expert_gate",
     "shared.gate": "model.layers.{}.mlp.shared_expert.gate_proj",

@@ -20,7 +20,7 @@ from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
 
 _BASE = "model.language_model."  # the text part's place in a model with images
-_IGNORED = r"(model\.)?visual\..*|mtp\..*"  # images, and layers that draft tokens
+_IGNORED = r"mtp\..*"  # layers that draft tokens
 _LAYER = {
     **{part: name.removeprefix("model.") for part, name in llama.WEIGHT_MAP.names.items() if part != "q"},
     "gated_q": "layers.{}.self_attn.q_proj",

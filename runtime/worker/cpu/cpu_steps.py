@@ -19,7 +19,7 @@ from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.inputs import build_decode_input, build_input
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
-from runtime.worker.extras import MaskSource, Needs, StepExtra, StepWork, TokenMasks
+from runtime.worker.extras import ImageEncoder, MaskSource, Needs, StepExtra, StepWork, TokenMasks
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.steps import Steps, make_result
@@ -39,8 +39,9 @@ class CpuSteps(Steps):
         eos_token_ids: tuple[int, ...],
         extras: Sequence[StepExtra] = (),
         masks: MaskSource | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
-        super().__init__(decoder, cache, num_slots, max_model_len, extras, masks)
+        super().__init__(decoder, cache, num_slots, max_model_len, extras, masks, encoder)
         self.attention_shapes = [
             AttentionShape(
                 num_heads=decoder.spec.num_heads,
@@ -108,6 +109,7 @@ class CpuSteps(Steps):
             return self._replayed(plan, self.tapes)
         self._begin_forward(plan)
         step = build_input(plan, self.slots, self.attention_shapes, self.is_tiled, self.cache.spec.groups)
+        step.batch.embeds = self._embeds(plan, step.last - plan.num_tokens + 1, self.copies)
         hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
@@ -128,8 +130,8 @@ class CpuSteps(Steps):
 
     def _is_decode(self, plan: StepPlan) -> bool:
         """True if a tape may compute the step: each row has one token and samples one, without an adapter, and no extra
-        reads states. An extra may compute logits, and they would replace the tape's."""
-        if any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
+        reads states. An extra may compute logits, and they would replace the tape's. Tapes read no embeddings."""
+        if plan.has_images or any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
             return False
         samples = bool((plan.num_tokens == 1).all() and (plan.num_samples == 1).all())
         return samples and not self.slots.adapters[plan.slots].any()

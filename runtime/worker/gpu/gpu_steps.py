@@ -21,7 +21,7 @@ import torch
 from runtime.base.arrays import Int32s
 from runtime.core.plan import StepPlan, StepResult, joined, last_tokens
 from runtime.models.decoder import Decoder
-from runtime.worker.extras import MaskSource, Needs, StepExtra, StepWork
+from runtime.worker.extras import ImageEncoder, MaskSource, Needs, StepExtra, StepWork
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import NO_WRITES, DeviceSlots
 from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape, GraphRunner
@@ -49,8 +49,9 @@ class GpuSteps(Steps):
         eos_token_ids: tuple[int, ...],
         extras: Sequence[StepExtra] = (),
         masks: MaskSource | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
-        super().__init__(decoder, cache, num_slots, max_model_len, extras, masks)
+        super().__init__(decoder, cache, num_slots, max_model_len, extras, masks, encoder)
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device, cache.table_factors)
         self.transfers = Transfers(cache.device)
@@ -97,12 +98,12 @@ class GpuSteps(Steps):
     def graphs_for(self, plan: StepPlan, needs: Needs) -> Graphs:
         """The graphs that compute the plan one after another, each with its part; empty if the plan is launched.
 
-        - Graphs do not keep all tokens' states, and decode graphs keep none at all.
+        - Graphs do not keep all tokens' states, and decode graphs keep none at all. None reads embeddings of images.
         - A decode graph's attention reads prefixes before the step's own keys are written. A new request may
           share a prefix that this very step computes, so it is never in a decode graph.
         - Several graphs would read the experts' weights several times, which one large step reads once.
         - With states, a decode graph computes single steps, and prompt pieces would begin within a chunk."""
-        if needs is Needs.ALL_STATES:
+        if needs is Needs.ALL_STATES or plan.has_images:
             return []
         graph_runner = self.adapter_graphs if self._has_adapters(plan) else self.graph_runner
         has_states = self.cache.states is not None
@@ -263,8 +264,10 @@ class StagedStep(StepProgram):
         steps._begin_forward(plan)
         self.shape = MixedShape.of(plan)
         self.rows = steps.transfers.upload(self.shape.pack(plan, steps.num_slots))
-        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan))
-        work.last = token_offsets(plan) + plan.ends - 1
+        offsets = token_offsets(plan)
+        embeds = steps._embeds(plan, offsets + plan.num_computed, steps.transfers)
+        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds)
+        work.last = offsets + plan.ends - 1
         if self.shape.num_samples:
             work.sampled_states = work.hidden.index_select(0, self.shape.split(self.rows)[3])
 

@@ -13,7 +13,7 @@ from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.step.state_rows import StateRows
 from runtime.kernels.step.step_inputs import Inputs, build_inputs
 from runtime.models.decoder import Decoder
-from runtime.models.forward_batch import ForwardBatch, GroupRows
+from runtime.models.forward_batch import Embeds, ForwardBatch, GroupRows
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import DeviceSlots
 from runtime.worker.gpu.graph_runner import DecodeShape
@@ -41,7 +41,9 @@ class StepKernels:
         shape = num_samples, self.decoder.spec.hidden_size
         self.graph_hidden = torch.empty(shape, dtype=numerics.dtype, device=device)
 
-    def forward(self, shape: MixedShape, rows: torch.Tensor, has_adapters: bool) -> torch.Tensor:
+    def forward(
+        self, shape: MixedShape, rows: torch.Tensor, has_adapters: bool, embeds: Embeds | None = None
+    ) -> torch.Tensor:
         """The tokens' hidden states in prompts and decoding rows, [num_tokens, hidden]."""
         slots, starts, q_starts, *_ = shape.split(rows)
         adapters = self.slots.adapters if has_adapters else None
@@ -61,6 +63,7 @@ class StepKernels:
                 )
         states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
         batch = self._batch(inputs, num_tokens, attending, states)
+        batch.embeds = embeds
         return self.decoder.forward(batch, self.cache.layers)
 
     def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:

@@ -29,4 +29,4 @@ def count_tokens(models: Models, body: bytes) -> CountedTokens:
     """Return the length of a message's prompt; raises FieldError or ApiError."""
     request = parse(CountTokensRequest, body).as_chat()
     model = models.named(request.model)
-    return CountedTokens(len(CHAT.prompt(request, model)[0]), model.info.max_model_len)
+    return CountedTokens(len(CHAT.prompt(request, model).token_ids), model.info.max_model_len)

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options, shown
 from runtime.output.tools import HostedTool, OrHosted
-from serve_app.apis.chat.messages import OtherPart, check_new_parts, unread
+from serve_app.apis.chat.messages import ImagePart, OtherPart, check_new_parts, unread
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import NO_THREADS, ApiError
@@ -62,8 +62,8 @@ _Text = Annotated[TextOrList[str, _TextBlocks], _CONTENT_SHAPE]
 
 
 _ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherPart, Tag("<other>")],
-    Discriminator(lambda value: "<text>" if type_of(value, "text") == "text" else "<other>"),
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")] | Annotated[OtherPart, Tag("<other>")],
+    Discriminator(lambda value: f"<{kind}>" if (kind := type_of(value, "text")) in ("text", "image") else "<other>"),
 ]
 _Result = Annotated[TextOrList[str, Annotated[list[_ResultBlock], Field(fail_fast=True)]], _CONTENT_SHAPE]
 
@@ -74,14 +74,16 @@ class ToolResultBlock(RequestModel):
     content: _Result | None = None
     is_error: bool | None = None
 
-    def parts(self) -> list[dict[str, str]]:
+    def parts(self) -> list[Any]:
         content = self.content or ""
-        first, *others = [content] if isinstance(content, str) else [part.text for part in content] or [""]
-        texts = [f"Error: {first}" if self.is_error else first, *others]
-        return [{"type": "text", "text": text} for text in texts]
+        parts = [_text_part(content)] if isinstance(content, str) else [_part(block) for block in content]
+        if self.is_error:
+            first = parts[0]["text"] if isinstance(parts[0], dict) else ""
+            parts[: bool(first)] = [_text_part(f"Error: {first}")]
+        return parts
 
 
-_BLOCK_KINDS = "text", "thinking", "redacted_thinking", "tool_use", "tool_result"
+_BLOCK_KINDS = "text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"
 
 
 def _kind_of_block(value: Any) -> str | None:
@@ -95,6 +97,7 @@ _Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ImagePart, Tag("<image>")]
     | Annotated[OtherPart, Tag("<other>")],
     Discriminator(
         _kind_of_block,
@@ -137,14 +140,23 @@ class Message(RequestModel):
             if isinstance(block, ToolResultBlock):
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.parts()})
             elif isinstance(block, TextBlock | OtherPart):
-                messages.append({"role": "user", "content": _parts(block.text)})
+                messages.append({"role": "user", "content": [_part(block)]})
         return messages
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _part(block: TextBlock | OtherPart) -> Any:
+    """Return a block as a part of a chat's message: a picture as it is, others as texts."""
+    return block if isinstance(block, ImagePart) else _text_part(block.text)
 
 
 def _parts(content: str | list[Any]) -> list[dict[str, str]]:
     """Return text as the parts of a chat's message. What Anthropic's own tools wrote is left out."""
     texts = [content] if isinstance(content, str) else [text for b in content if (text := _written(b)) is not None]
-    return [{"type": "text", "text": text} for text in texts]
+    return [_text_part(text) for text in texts]
 
 
 def _written(block: Any) -> str | None:
@@ -337,7 +349,7 @@ class CountTokensRequest(RequestModel):
                 else:
                     messages.append(each)
         for each in messages:
-            if len(each.get("content", ())) == 1:
+            if len(each.get("content", ())) == 1 and isinstance(each["content"][0], dict):
                 each["content"] = each["content"][0]["text"]
             if thoughts := each.pop("reasoning_content", None):
                 each["reasoning_content"] = "\n".join(thoughts)

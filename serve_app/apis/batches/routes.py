@@ -205,7 +205,7 @@ class BatchRoutes:
         store, owner = self._store, request.scope["owner"]
         if request.method == "POST":
             # The body is short enough to be parsed on the event loop.
-            settings = replace(self._settings, max_body_bytes=min(self._settings.max_body_bytes, _CREATE_BYTES))
+            settings = replace(self._settings, max_body_bytes=min(self._settings.longest_body(False), _CREATE_BYTES))
             asked = await parsed_body(CreateBatchRequest, request, settings)
             record = await _on_disk(_created, store, asked, owner)
             self._batches.look_now()

@@ -134,7 +134,7 @@ class _Run:
         self._store, self._record, self._batch = store, record, record.object
         self._routes, self._settings, self._places, self._on_disk = routes, settings, places, on_disk
         self._room = asyncio.Semaphore(settings.batch_concurrency)  # room for requests that run, or wait to run
-        longest = settings.max_body_bytes + _OWN_BYTES
+        longest = settings.longest_body(takes_images=True) + _OWN_BYTES
         self._requests = Requests(store.batches.path(self._batch["id"], ".input"), longest)
         self._results = [store.files.path(file_id) for file_id in record.results]  # answers, errors
         self._num_charged = 0  # counted result bytes

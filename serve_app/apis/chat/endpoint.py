@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.base.config import NGRAM
+from runtime.base.images import ImageSpan
 from runtime.output.fields import invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.chat.answers import ChatCompletion
+from serve_app.apis.chat.images import unseen, with_images
 from serve_app.apis.chat.messages import INSTRUCTING, ROLES
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
@@ -21,6 +23,14 @@ from serve_app.protocol.prepared_request import PreparedRequest, Prompts, Served
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sse import ChoiceRenderer, ChunkStream, EventStream
 from serve_app.service.endpoint import Endpoint, answer_with, of_prompt
+
+
+class ChatIds(NamedTuple):
+    """A chat's prompt."""
+
+    token_ids: list[int]
+    message_format: MessageFormat | None  # the format of the message after it; None if all is content
+    images: tuple[ImageSpan, ...] = ()
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
@@ -33,30 +43,38 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
         """Return the prompt; `where` is the client's field with the messages."""
-        ids, form = self.prompt(request, model, where)
+        ids, form, images = self.prompt(request, model, where)
         assert model.chats is not None, "the prompt was made with it"
         prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
         predicted = _predicted(request, model)
-        ignored: tuple[str, ...] = ("prediction",) if request.prediction is not None and not predicted else ()
+        ignored = unseen("messages", request, model)
+        if request.prediction is not None and not predicted:
+            ignored += ("prediction",)
         if request.thinking_token_budget is not None and not model.chats.limits_reasoning:
             ignored += ("thinking_token_budget",)
         if request.reasoning_effort is not None and not model.chats.reads_effort(request.reasoning_effort):
             ignored += ("reasoning_effort",)
-        return Prompts([prompt], where, grammar, form, predicted, ignored)
+        return Prompts([prompt], where, grammar, form, predicted, ignored, images=images)
 
-    def prompt(
-        self, request: ChatRequest, model: ServedModel, where: str = "messages"
-    ) -> tuple[list[int], MessageFormat | None]:
-        """Return a chat's token ids, and the format of the model's message after them."""
-        if model.chats is None:
+    def prompt(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> ChatIds:
+        """Return a chat's token ids, the format of the model's message after them, and its images."""
+        chats = model.chats
+        if chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
-        roles = model.chats.roles.union(ROLES)
+        roles = chats.roles.union(ROLES)
         for i, message in enumerate(request.messages):
             if message.role not in roles:
                 known = ", ".join(map(repr, [*ROLES, *sorted(roles.difference(ROLES))]))
                 raise invalid(f"messages.{i}.role", f"is {message.role!r}; this model's messages have {known}")
-        prompt = model.chats.prompt(request.template_messages(), request)
-        return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
+        unseen("messages", request, model)
+
+        def encode(messages: list[dict[str, Any]]) -> tuple[list[int], MessageFormat | None]:
+            prompt = chats.prompt(messages, request)
+            return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
+
+        ids, form = encode(request.template_messages(model.images is not None))
+        ids, images = with_images(request, model, ids, lambda messages: encode(messages)[0], where)
+        return ChatIds(ids, form, images)
 
     def parts(self, request: ChatRequest, model: ServedModel) -> dict[str, int]:
         """Return the tokens in tools and in instructions, without the template's words around them."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_serializer, model_serializer
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    field_serializer,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError, from_json
 
+from runtime.media.source import ImageSource
 from runtime.output.fields import invalid, shown
+from runtime.output.image_forms import IMAGE_KINDS, source_of
 from runtime.output.tools import KIND
 from serve_app.protocol.shapes import (
     LEGACY,
@@ -21,6 +32,8 @@ from serve_app.protocol.shapes import (
     text_or_list_of,
     type_of,
 )
+
+T = TypeVar("T")
 
 
 class TextPart(RequestModel):
@@ -45,7 +58,7 @@ INSTRUCTING = ("system", "developer")  # roles that instruct the model
 
 
 class OtherPart(RequestModel):
-    """A part that is not a text, such as an image. The model sees its text, or a note that it is missing."""
+    """A part that is not a text, such as a document. The model sees its text, or a note that it is missing."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -75,6 +88,33 @@ class OtherPart(RequestModel):
         return self.readable or f"[{verb or self.type}]"
 
 
+class ImagePart(OtherPart):
+    """A picture, in the form of any API. A model that takes no images sees a note in its place."""
+
+    _path: str = PrivateAttr("messages")  # the client's field with the part
+    _is_new: bool = PrivateAttr(False)  # true in a new message, false in the history and in a tool's result
+    _image: Any = PrivateAttr(None)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def is_new(self) -> bool:
+        return self._is_new
+
+    def place(self, path: str, is_new: bool) -> None:
+        """Note where the client sent the part."""
+        self._path, self._is_new = path, is_new
+
+    def image(self, make: Callable[[ImageSource], T]) -> T:
+        """Return the result of `make`, which is called once, with the picture. Raises FieldError for a form that no
+        API has."""
+        if self._image is None:
+            self._image = make(source_of(self._path, {"type": self.type, **(self.model_extra or {})}))
+        return self._image  # type: ignore[no-any-return]
+
+
 _SENSES = {
     "image": "image: this model cannot see it",
     "screenshot": "image: this model cannot see it",
@@ -93,14 +133,14 @@ def _texts(content: Any) -> str:
 
 
 def unread(where: str, contents: Iterable[Any]) -> list[str]:
-    """Return the kinds of parts that the model cannot read, safe for a header."""
+    """Return the kinds of parts that no model here can read, safe for a header."""
     lists = (content for content in contents if isinstance(content, list))
     others = (part for content in lists for part in content if isinstance(part, OtherPart))
-    return kinds_in(where, (part.type for part in others if part.readable is None))
+    return kinds_in(where, (part.type for part in others if part.readable is None and not isinstance(part, ImagePart)))
 
 
 def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
-    """Raise FieldError for a part that the model cannot read in a new message.
+    """Raise FieldError for a part that no model here can read in a new message, and note the place of each picture.
 
     In the history and in messages with tool results, a note replaces such a part. Clients send both again with each
     turn, so an error would end the session.
@@ -108,31 +148,38 @@ def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
     Args:
         where: the field with the conversation.
         turns: each message's role and content."""
-    new = 0
-    for role, _ in reversed(turns):
-        if role == "tool":
-            return
-        if role == "assistant":
-            break
-        new += 1
-    for i in range(len(turns) - new, len(turns)):
-        content = turns[i][1]
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, OtherPart) and part.readable is None:
-                problem = f"is {shown(part.type)}: this model reads texts, no images, documents or sounds; leave it out"
-                raise invalid(f"{where}.{i}.content.{j}.type", problem)
+    roles = [role for role, _ in turns]
+    last = next((i for i in reversed(range(len(roles))) if roles[i] in ("tool", "assistant")), -1)
+    first_new = len(turns) if last >= 0 and roles[last] == "tool" else last + 1
+    for i, (_, content) in enumerate(turns):
+        for path, part in _others(f"{where}.{i}.content", content):
+            if isinstance(part, ImagePart):
+                part.place(path, i >= first_new)
+            elif i >= first_new and part.readable is None:
+                problem = f"is {shown(part.type)}: models here read texts and images, no documents or sounds"
+                raise invalid(f"{path}.type", f"{problem}; leave it out")
+
+
+def _others(where: str, content: Any) -> Iterator[tuple[str, OtherPart]]:
+    """Yield the parts that are not texts, with their paths, also those in tool results."""
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, OtherPart):
+            yield f"{where}.{i}", part
+        else:
+            yield from _others(f"{where}.{i}.content", getattr(part, "content", None))
 
 
 def _kind_of_part(value: Any) -> str:
     kind = type_of(value, "text")
     if kind == "refusal" or not isinstance(kind, str):
         return "<refusal>" if kind == "refusal" else "<text>"
-    return "<text>" if kind in _TEXT_KINDS else "<other>"
+    return "<text>" if kind in _TEXT_KINDS else "<image>" if kind in IMAGE_KINDS else "<other>"
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[ImagePart, Tag("<image>")]
     | Annotated[OtherPart, Tag("<other>")],
     Discriminator(_kind_of_part),
 ]
@@ -226,11 +273,20 @@ class ChatMessage(RequestModel):
     def thoughts(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
-    def as_template_sees_it(self) -> dict[str, Any]:
+    def images(self) -> list[ImagePart]:
+        return [part for part in self.content or () if isinstance(part, ImagePart)]
+
+    def as_template_sees_it(self, takes_images: bool = False) -> dict[str, Any]:
+        """Return the message for the template, which sees no picture, only where one stands."""
         # "developer" is OpenAI's later name for "system"; templates use the earlier one.
         content: Any = self.text()
         if isinstance(self.content, list):
-            content = [{"type": "text", "text": part.text} for part in self.content] or ""
+            content = [
+                {"type": "text", "text": part.text}
+                if not takes_images or not isinstance(part, ImagePart)
+                else {"type": "image"}
+                for part in self.content
+            ] or ""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         shown = {"name", "tool_call_id"} | ({"tool_calls"} if self.tool_calls else set())
         if (thoughts := self.thoughts()) is not None:

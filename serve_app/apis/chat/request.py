@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
 from runtime.output.tools import HostedTool
-from serve_app.apis.chat.messages import ChatMessage, Content, check_new_parts, unread
+from serve_app.apis.chat.messages import ChatMessage, Content, ImagePart, check_new_parts, unread
 from serve_app.protocol.dialects import CHAT
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, hosted, or_default
@@ -67,11 +67,15 @@ class ChatRequest(SamplingFields, ChatOptions):
         parts = unread("messages", (message.content for message in self.messages))
         return super().ignored_fields() + hosted(self.tools) + parts
 
-    def template_messages(self) -> list[dict[str, Any]]:
+    def images(self) -> list[ImagePart]:
+        """The pictures in the messages, in order."""
+        return [part for message in self.messages for part in message.images()]
+
+    def template_messages(self, takes_images: bool = False) -> list[dict[str, Any]]:
         """Return the messages for the template. A tool's message has its function's name, which Hermes needs."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         names = {call.id: call.function.name for call in calls}
-        messages = [message.as_template_sees_it() for message in self.messages]
+        messages = [message.as_template_sees_it(takes_images) for message in self.messages]
         for message in messages:
             if message.get("tool_call_id") in names:
                 message.setdefault("name", names[message["tool_call_id"]])

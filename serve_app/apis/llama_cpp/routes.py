@@ -86,5 +86,5 @@ def apply_template(models: Models, body: bytes) -> LlamaPrompt:
     """Return the prompt of a chat as a text; raises FieldError or ApiError."""
     request = parse(ChatRequest, body)
     model = models.named(request.model)
-    ids, _ = CHAT.prompt(request, model)
+    ids = CHAT.prompt(request, model).token_ids
     return LlamaPrompt(model.tokenizer.decode(ids, skip_special_tokens=False))

@@ -99,7 +99,7 @@ def tokenize(models: Models, body: bytes) -> Tokenized | ContentTokens:
     else:
         request = parse(TokenizeChatRequest, body)
         model = models.named(request.model)
-        ids, _ = CHAT.prompt(request, model)
+        ids = CHAT.prompt(request, model).token_ids
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 

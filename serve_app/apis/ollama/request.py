@@ -24,7 +24,7 @@ from serve_app.protocol.shapes import OpenRequestModel, RequestModel, check_abse
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 KEEP_ALIVE = "keep_alive"
-_NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
+_Images = Annotated[list[str], Field(fail_fast=True)] | None  # files in base64, which come before the text
 
 
 class OllamaOptions(DrawFields, OpenRequestModel):
@@ -73,7 +73,7 @@ class OllamaMessage(RequestModel):
     tool_calls: list[OllamaCall] | None = None  # an assistant's calls
     tool_name: str | None = None  # the function that a tool's result comes from
     tool_call_id: str | None = None  # the id of a tool's call, if it has one
-    images: Annotated[Any, _NO_IMAGES] = None
+    images: _Images = None
 
 
 _Format = Annotated[
@@ -204,7 +204,7 @@ class OllamaGenerateRequest(OllamaRequest):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: Annotated[Any, _NO_IMAGES] = None
+    images: _Images = None
     template: Annotated[Any, only(None, "", remedy="a template is a program; the operator sets --chat-template")] = None
     context: Annotated[Any, only(None, [], remedy="it is not supported; send the conversation to /api/chat")] = None
 
@@ -214,18 +214,27 @@ class OllamaGenerateRequest(OllamaRequest):
             raise invalid("system", f"cannot be combined with {'raw' if self.raw else 'suffix'}, which has no template")
         if (self.raw or self.suffix) and self.think:
             raise invalid("think", f"cannot be combined with {'raw' if self.raw else 'suffix'}, which has no template")
+        if (self.raw or self.suffix) and self.images:
+            raise invalid("images", f"cannot be combined with {'raw' if self.raw else 'suffix'}, which has no template")
 
     def as_request(self) -> SamplingFields:
-        if not self.prompt and not self.suffix:
+        if not (self.prompt or self.suffix or self.images):
             return LoadRequest(model=self.model, **self._kept())
         if not self.raw and not self.suffix:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            return self._chat([*system, {"role": "user", "content": self.prompt}])
+            return self._chat([*system, {"role": "user", "content": _content(self.prompt or "", self.images)}])
         scores = (self.top_logprobs or 0) if self.logprobs else None
         fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
         completion = read_options(OllamaCompletion, fields)
         completion.check()
         return completion
+
+
+def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return a chat's content: a text, or pictures and a text."""
+    if not images:
+        return text
+    return [*({"type": "image", "data": data} for data in images), *([{"type": "text", "text": text}] if text else ())]
 
 
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -234,7 +243,7 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
     pending = _PendingCalls([])
     for at, message in enumerate(messages):
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking is not None:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
@@ -16,6 +17,7 @@ from serve_app.apis.chat.messages import (
     ChatMessage,
     Content,
     CustomToolCall,
+    ImagePart,
     OtherPart,
     Part,
     RefusalPart,
@@ -192,12 +194,29 @@ def listed(item: InputItem, name: str) -> dict[str, Any]:
             text = {"type": "output_text", "text": _text(item.content), "annotations": []}
             fields["content"] = [text]
         case InputMessage():
-            fields["content"] = [{"type": "input_text", "text": _text(item.content)}]
+            fields["content"] = _listed_parts(item.content)
         case CallOutput():
-            fields["output"] = _text(item.output)
+            fields["output"] = _listed_parts(item.output) if _has_images(item.output) else _text(item.output)
         case Reasoning():
             fields["summary"] = []
     return fields
+
+
+def _listed_parts(content: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a content's parts: the texts between pictures as one, and the pictures as they were sent."""
+    if isinstance(content, str) or not _has_images(content):
+        return [{"type": "input_text", "text": _text(content)}]
+    parts: list[dict[str, Any]] = []
+    for is_image, group in groupby(content, lambda part: isinstance(part, ImagePart)):
+        if is_image:
+            parts += ({"detail": "auto"} | part.model_dump(exclude_none=True) for part in group)
+        else:
+            parts.append({"type": "input_text", "text": _text([*group])})
+    return parts
+
+
+def _has_images(content: str | Sequence[Any]) -> bool:
+    return any(isinstance(part, ImagePart) for part in content)
 
 
 def check_new(items: Sequence[InputItem]) -> None:

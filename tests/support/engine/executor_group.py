@@ -4,7 +4,7 @@ import contextlib
 import multiprocessing
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -13,17 +13,24 @@ import pytest
 
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
+from runtime.base.images import DIGEST_BYTES, Image
 from runtime.base.types import SamplingParams
-from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
+from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult, encode_plan, encode_result
 
 HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 PARAMS = SamplingParams(max_tokens=1)
 
 
-def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0) -> StepPlan:
+def image_of(number: int, num_bytes: int) -> Image:
+    return Image(bytes([number]) * DIGEST_BYTES, ((1, num_bytes // 3),), bytes([number]) * num_bytes)
+
+
+def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0, images: Sequence[Image] = ()) -> StepPlan:
     rows = np.arange(num_rows, dtype=np.int32)
     new = [NewSlot(3, np.arange(num_ids, dtype=np.int32), num_ids, 7, PARAMS)] if num_ids else []
-    return StepPlan(step_id, new=new, slots=rows, num_computed=rows, num_tokens=rows + 1, num_samples=rows)
+    encodings = [Encoding(image, i) for i, image in enumerate(images)]
+    columns = {"slots": rows, "num_computed": rows, "num_tokens": rows + 1, "num_samples": rows}
+    return StepPlan(step_id, new=new, encodings=encodings, **columns)
 
 
 def failing(step_id: int, rank: int) -> StepPlan:

@@ -242,7 +242,7 @@ class FakeRunner:
         self.budget = (
             (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
         )
-        self.queue: list[bytes] = []
+        self.queue: list[list[bytes]] = []  # each plan's frames
         self.writer, self.reader = PlanWriter(), PlanReader()
         self.rows = Counter()
         self.weights = 0  # the version that computes
@@ -255,7 +255,7 @@ class FakeRunner:
             of_slots.clear()
 
     def submit(self, plan) -> None:
-        self.queue.append(self.writer.encode(plan))
+        self.queue.append(self.writer.frames(plan))
 
     def close(self) -> None:
         self.queue.clear()
@@ -300,7 +300,8 @@ class FakeRunner:
             self.tables[slot][index] = block
 
     def collect(self) -> StepResult:
-        plan = self.reader.decode(self.queue.pop(0))
+        *updates, plan = map(self.reader.decode, self.queue.pop(0))
+        assert updates == [None] * len(updates)
         self._change_slots(plan)
         self.begin(plan)
         out, vectors, reports = [], {}, []

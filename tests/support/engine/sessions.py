@@ -74,7 +74,6 @@ def requests(draw):
     return prompt, params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "", "salt"]))
 
 
-
 def events_of(requests, *more):
     """Return lists of events, with `more` kinds. The arguments of `Session.add` are drawn from `requests`."""
     return st.lists(

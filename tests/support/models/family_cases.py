@@ -58,9 +58,13 @@ _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_hea
 WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
     "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
+    "Idefics3Config": ({"model_type": "llama"}, _VISION),
+    "Lfm2VlConfig": ({"model_type": "lfm2"}, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
+    "Qwen3VLConfig": ({}, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "Qwen3_5Config": ({}, _QWEN_VISION),
     "Qwen3_5MoeConfig": ({}, _QWEN_VISION),
+    "SmolVLMConfig": ({"model_type": "llama"}, _VISION),
 }
 # name of a configuration class -> another model's name than its own with ForCausalLM
 _MODELS = {
@@ -122,6 +126,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", _rope("llama3", factor=8.0, **_LLAMA3)),
     "yarn": ("LlamaConfig", yarn()),
     "yarn, scaled": ("LlamaConfig", yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
+    "idefics3": ("Idefics3Config", {}),
+    "smolvlm": ("SmolVLMConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral, window": ("MistralConfig", {"sliding_window": 13}),
     "mistral, some windows": (
@@ -146,6 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 moe": ("Qwen2MoeConfig", _SHARED | {"shared_expert_intermediate_size": 84}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, with a vision tower": ("Qwen3VLConfig", {}),
     "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
     "qwen3 moe, normalized": (
         "Qwen3MoeConfig",
@@ -276,6 +283,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _CONVS
         | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 4},
     ),
+    "lfm2, with a vision tower": ("Lfm2VlConfig", _CONVS),
     "lfm2 moe": (
         "Lfm2MoeConfig",
         _CONVS
@@ -317,7 +325,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
-    "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
+    "idefics3", "smolvlm", "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower",
+    "olmo2", "lfm2, with a vision tower", "qwen3, with a vision tower",
     "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",
     "qwen3.5 moe, with a vision tower",
 }  # fmt: skip

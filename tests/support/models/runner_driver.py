@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 import tests.support.kernels.kept_traces  # noqa: F401
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
+from runtime.base.images import ImageSpan
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.types import SamplingParams
-from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
+from runtime.core.plan import EMPTY_TABLE, Encoding, NewSlot, StepPlan, StepResult
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, DummySource
@@ -25,7 +28,9 @@ from tests.support.models.specs import TINY
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
-def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:
+def tiny_runner(
+    spec: DecoderSpec = TINY, is_draft: bool = False, tower: TowerSpec | None = None, **config
+) -> ModelRunner:
     """A random model; `config` overrides EngineConfig's fields.
 
     On a CPU its kernels are built by the first steps, which takes less time than steps of all sizes at the start.
@@ -34,7 +39,7 @@ def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> M
     own = EngineConfig(**defaults | config)
     builds = mock.patch.object(WarmUp, "build_kernels") if own.device == "cpu" else nullcontext()
     with builds:
-        return build_runner(own, DummySource(spec), is_draft=is_draft)
+        return build_runner(own, DummySource(spec, tower=tower), is_draft=is_draft)
 
 
 class Driver:
@@ -48,6 +53,9 @@ class Driver:
         self.free_blocks: list[int] = blocks.tolist()
         self.tables: dict[int, list[int]] = {}  # of the first group of layers
         self.others: dict[int, list[list[int]]] = {}  # of the other groups
+        self.spans: dict[int, Sequence[ImageSpan]] = {}
+        self.pool: dict[bytes, int] = {}  # first row of each image in the pool
+        self.num_pooled = 0  # rows
         self.logits = torch.zeros(0)
         compute = type(runner.decoder).logits
 
@@ -61,12 +69,17 @@ class Driver:
     def open(
         self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
         seed: int = 0, shared: list[int] | None = None, room: int = 40, adapter: int = 0,
+        spans: Sequence[ImageSpan] = (),
     ) -> None:  # fmt: skip
         """Enter a request in the next step; its first blocks may be another's in the first group (a prefix hit). It may
         grow by `room` tokens."""
         known = np.array(tokens, np.int32)
         state = slot + 1 if self.runner.info.num_states else 0
-        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state))
+        places = np.array([(span.begin, span.num_tokens, *span.grid) for span in spans], np.int32).reshape(-1, 5)
+        self.plan.new.append(
+            NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state, spans=places)
+        )
+        self.spans[slot] = spans
         size = self.runner.info.block_size
         num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
         shared = shared or []
@@ -86,6 +99,7 @@ class Driver:
 
     def free(self, slot: int) -> None:
         """The request leaves; its blocks are the next ones to be allocated."""
+        del self.spans[slot]
         self.plan.freed = np.append(self.plan.freed, np.int32(slot))
         for table in (*self.others.pop(slot)[::-1], self.tables.pop(slot)):
             self.free_blocks += table[::-1]
@@ -93,6 +107,7 @@ class Driver:
     def step(self, *rows: tuple[int, int, int, int]) -> StepResult:
         plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)
         plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
+        self._add_images(plan)
         self.logits = torch.zeros(0)
         result, steps = self.runner.execute(plan), self.runner.steps
         if isinstance(steps, GpuSteps) and (
@@ -104,6 +119,25 @@ class Driver:
                 steps.kernels.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
             )
         return result
+
+    def _add_images(self, plan: StepPlan) -> None:
+        """Encode the images in the plan's rows that are not in the pool, and read the embeddings of their tokens. All
+        tokens of a span have one."""
+        embeds, at = [], 0
+        for slot, start, count in np.stack((plan.slots, plan.num_computed, plan.num_tokens), 1).tolist():
+            for span in self.spans[slot]:
+                first, last = max(start, span.begin), min(start + count, span.end)
+                if first >= last:
+                    continue
+                if span.image.digest not in self.pool:
+                    self.pool[span.image.digest] = self.num_pooled
+                    plan.encodings = [*plan.encodings, Encoding(span.image, self.num_pooled)]
+                    self.num_pooled += span.num_tokens
+                row = self.pool[span.image.digest] + first - span.begin
+                embeds.append((at + first - start, row, last - first))
+            at += count
+        if embeds:
+            plan.embeds = np.array(embeds, np.int32).T.copy()
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:
         """Compute tokens[start:] in chunks that end at `cuts`, alone; the logits after the last one."""

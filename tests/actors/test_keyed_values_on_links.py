@@ -1,26 +1,33 @@
-"""Grammars from fronts to engines to runners, over real sockets: each text is sent once, even after links break."""
+"""Grammars and images over real sockets: each is sent once on a connection, and again after links break."""
 
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from actors.engine.queue_limits import HeldRequests, QueueLimits
-from actors.front.link import EngineLink
+from actors.front.link import _Connection
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.link_messages import Submit, encode
+from actors.wire.link_messages import Submit
 from runtime.base.config import EngineConfig
-from runtime.base.types import Grammar, GrammarUpdate
+from runtime.base.images import Image, ImageSpan
+from runtime.base.types import Grammar
+from runtime.core.scheduler import Scheduler
+from runtime.features.keyed_store import KeyedStore, KeyedUpdate
+from runtime.policy.queue_sizes import KeyedBytes
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engine.whole import whole_scheduler
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=16)
 GRAMMARS = [Grammar(f"key {i}", f"{i}" * 100_000, "") for i in range(3)]
+IMAGES = [Image(bytes([i]) * 16, ((200, 200),), bytes([i]) * 120_000) for i in range(3)]
+KINDS = pytest.mark.parametrize("values", [GRAMMARS, IMAGES], ids=["grammars", "images"])
 
 
-class GrammarRunner(SlowRunner):
-    """Checks that each of its slots has a whole grammar."""
+class CountingRunner(SlowRunner):
+    """Counts the bytes of its plans, and checks that grammars arrive whole."""
 
     def __init__(self, delay_s: float) -> None:
         super().__init__(CONFIG, INFO, delay_s)
@@ -28,61 +35,73 @@ class GrammarRunner(SlowRunner):
 
     def submit(self, plan) -> None:
         super().submit(plan)
-        self.num_bytes += len(self.queue[-1])
+        self.num_bytes += sum(map(len, self.queue[-1]))
 
     def collect(self):
         result = super().collect()
-        assert all(grammar.num_bytes >= 100_000 for grammar in self.reader._grammars.grammars.values())
+        assert all(value.num_bytes >= 100_000 for value in self.reader.store.values.values())
         return result
 
 
-def bound(i: int, grammar: Grammar, **params):
+def bound(i: int, value: Grammar | Image, **params):
     plain = request(i, **params)
-    return replace(plain, params=replace(plain.params, grammar=grammar))
+    if isinstance(value, Image):
+        return replace(plain, images=(ImageSpan(1, 2, value), ImageSpan(3, 1, value)))
+    return replace(plain, params=replace(plain.params, grammar=value))
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Messages of links, by engine."""
-    messages: dict[str, list] = {}
-    send = EngineLink._send
+    """Frames from links to engines. All requests must reach a scheduler whole."""
+    frames: list[bytes] = []
+    send, add = _Connection.send, Scheduler.add
 
-    def note(link, message) -> None:
-        messages.setdefault(link.engine, []).append(message)
-        send(link, message)
+    def note(connection, frame) -> None:
+        frames.append(frame)
+        send(connection, frame)
 
-    monkeypatch.setattr(EngineLink, "_send", note)
-    return messages
+    def check(scheduler, request, *args):
+        assert request.keyed
+        assert all(value.num_bytes >= 100_000 for value in request.keyed.values())
+        return add(scheduler, request, *args)
+
+    monkeypatch.setattr(_Connection, "send", note)
+    monkeypatch.setattr(Scheduler, "add", check)
+    return frames
 
 
-def updates(messages: list) -> list[list[str]]:
-    return [[grammar.key for grammar in m.added] for m in messages if isinstance(m, GrammarUpdate)]
+def updates(frames: list[bytes]) -> list[list[str]]:
+    """The keys of the values in each update."""
+    found = [msgspec.msgpack.decode(frame, type=KeyedUpdate) for frame in frames if KeyedStore().take(frame)]
+    return [[value.key for value in update.added] for update in found]
 
 
-async def test_a_grammar_is_sent_once_for_all_choices(sent):
-    engine = Engine(start=lambda: GrammarRunner(0.001))
+@KINDS
+async def test_a_value_is_sent_once_for_all_choices(sent, values):
+    engine = Engine(start=lambda: CountingRunner(0.001))
     group = link_to(engine)
     await group.start()
     for _ in range(2):
-        requests = [bound(i, GRAMMARS[i % 2], max_tokens=8) for i in range(24)]
+        requests = [bound(i, values[i % 2], max_tokens=8) for i in range(24)]
         got = await asyncio.gather(*(read(group, each) for each in requests))
         assert [tokens for tokens, _, _ in got] == [sequential(each, 512)[0] for each in requests]
-    (messages,) = sent.values()
-    assert updates(messages) == [["key 0"], ["key 1"]]
-    assert sum(len(encode(m)) for m in messages) < 250_000
+    assert updates(sent) == [[values[0].key], [values[1].key]]
+    assert sum(map(len, sent)) < 300_000
     (runner,) = engine.runners
-    assert 200_000 < runner.num_bytes < 250_000
+    if values is GRAMMARS:
+        assert 200_000 < runner.num_bytes < 250_000
     group.close()
     engine.loop.close()
 
 
-async def test_streams_keep_their_grammar_through_deaths_and_moves(sent):
+@KINDS
+async def test_streams_keep_their_values_through_deaths_and_moves(sent, values):
     """A link that breaks, runners that are lost, an engine that dies while another takes its streams."""
-    engines = [Engine(start=lambda: GrammarRunner(0.002)) for _ in range(2)]
+    engines = [Engine(start=lambda: CountingRunner(0.002)) for _ in range(2)]
     group = link_to(*engines)
     await group.start()
     await eventually(lambda: len(group.engines()) == 2)
-    requests = [bound(i, GRAMMARS[i % 3], max_tokens=150) for i in range(6)]
+    requests = [bound(i, values[i % 3], max_tokens=150) for i in range(6)]
     reading = asyncio.gather(*(read(group, each) for each in requests))
     for event in ("runners", "link", "engine"):
         before = sum(e.loop.core.scheduler.stats.steps for e in engines if e.loop)
@@ -100,25 +119,26 @@ async def test_streams_keep_their_grammar_through_deaths_and_moves(sent):
             busy.die()
     got = await reading
     assert [tokens for tokens, _, _ in got] == [sequential(each, 512)[0] for each in requests]
-    assert sum(map(len, updates([m for messages in sent.values() for m in messages]))) > 3
+    assert sum(map(len, updates(sent))) > 3
     group.close()
     for engine in engines:
         if engine.loop is not None:
             engine.loop.close()
 
 
-async def test_the_queue_refuses_requests_beyond_its_bytes():
+@KINDS
+async def test_the_queue_refuses_requests_beyond_its_bytes(values):
     engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_bytes=250_000)
     group = link_to(engine)
     await group.start()
-    reading = [asyncio.create_task(read(group, bound(i, GRAMMARS[0]))) for i in range(4)]
+    reading = [asyncio.create_task(read(group, bound(i, values[0]))) for i in range(4)]
     await eventually(lambda: engine.loop.stats()["waiting"] == 3)
-    reading.append(asyncio.create_task(read(group, bound(4, GRAMMARS[1]))))
+    reading.append(asyncio.create_task(read(group, bound(4, values[1]))))
     await eventually(lambda: engine.loop.stats()["waiting"] == 4)
-    with pytest.raises(
-        EngineRefusal, match=r"this one has 100020, above its limit of 250000 \(max_queued_bytes\)"
-    ) as e:
-        await read(group, bound(5, GRAMMARS[2]))
+    size = values[2].num_bytes + 20
+    text = rf"this one has {size}, above its limit of 250000 \(max_queued_bytes\)"
+    with pytest.raises(EngineRefusal, match=text) as e:
+        await read(group, bound(5, values[2]))
     assert e.value.reason is Refusal.BUSY
     for task in reading:
         task.cancel()
@@ -128,7 +148,7 @@ async def test_the_queue_refuses_requests_beyond_its_bytes():
 
 def test_one_interval_makes_no_rate():
     config = EngineConfig(block_size=4)
-    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None))
+    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None, KeyedBytes()))
     waits = []
     for at in (0.0, 50.0, 51.0, 52.0, 53.0, 54.0):
         limits.finished(at)
@@ -140,5 +160,5 @@ def test_one_interval_makes_no_rate():
 
 def test_an_empty_queue_takes_a_request_of_any_size():
     config = EngineConfig(block_size=4, max_queued_bytes=10)
-    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None))
+    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None, KeyedBytes()))
     assert limits.refusal(Submit(1, bound(0, GRAMMARS[0]), False)) is None

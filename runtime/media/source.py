@@ -1,0 +1,33 @@
+"""Clients' pictures, what a server accepts of them, and why it refuses one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.base.types import CallboardError
+from runtime.media.rule import Detail
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What a server accepts. A request beyond them is an error that names the limit."""
+
+    max_images: int = 20  # a request
+    max_image_bytes: int = 20 << 20  # encoded
+    max_image_pixels: int = 32_000_000  # before resizing
+    max_image_tokens: int = 4096  # larger pictures are scaled down, or refused with detail "original"
+    max_request_pixels: int = 64_000_000  # after resizing, all images of a request
+    image_urls: tuple[str, ...] = ()  # hosts that https URLs may name; ("any",) for all public ones
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A client's picture: an encoded file, or a URL (https: or data:) if `data` is empty."""
+
+    data: bytes = b""
+    url: str = ""
+    detail: Detail = "auto"
+
+
+class ImageFault(CallboardError):
+    """A picture cannot be used. The text is a predicate; the caller adds the subject."""
