@@ -23,6 +23,7 @@ from runtime.base.types import CallboardError
 
 _T = TypeVar("_T")
 _NO_MEMORY = "took more memory than the limit"
+_NO_TIME = "took more CPU time than the limit"
 _START_S = 60.0  # most time for a child to start
 
 
@@ -56,7 +57,7 @@ class Child:
             result, error = self._connection.recv()
         except (EOFError, OSError):
             self.kill()
-            raise Overrun(_NO_MEMORY) from None
+            raise Overrun(_NO_TIME if self._process.returncode == -signal.SIGXCPU else _NO_MEMORY) from None
         except BaseException:
             self.kill()
             raise

@@ -21,6 +21,7 @@ from runtime.loading.gguf_architectures import ARCHITECTURES
 from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
+from runtime.models.towers.specs import takes_images
 from runtime.quant import METHODS
 
 _GIB = 1 << 30
@@ -34,13 +35,14 @@ _LABEL_WIDTH, _WIDTH = 14, 110
 
 def family_table() -> str:
     """Return a line for each family, and the meaning of the columns."""
-    head = ("family", "sizes", "tool calls", "reasoning", "files", "verified")
+    head = ("family", "sizes", "images", "tool calls", "reasoning", "files", "verified")
     rows = [head, *(_row(architecture, family) for architecture, family in FAMILIES.items())]
     methods = ", ".join(method for method in METHODS if method != "gguf")
     return "\n".join([
         *_columns(rows),
         "",
         "sizes: those with a known shape or an example; others of a family run, too",
+        "images: models with an image encoder take them (docs/images.md)",
         "tool calls, reasoning: of published chat templates; of a model on disk: `callboard inspect MODEL`",
         "logits: logits and greedy tokens of random weights, against transformers",
         f"quantized weights: GGUF, or safetensors by {methods}",
@@ -103,6 +105,7 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
     return (
         name,
         ", ".join(_sizes(architecture, family)) or "?",
+        "yes" if takes_images(architecture) else "no",
         formats or "no chats",
         reasons,
         _files(architecture),
@@ -144,6 +147,7 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
         yield _line("GGUF", f"general.architecture {', '.join(names)}")
         yield _line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}")
     yield _line("RoPE", ", ".join(get_args(RopeType)))
+    yield _line("images", "by the image encoder among its files" if takes_images(architecture) else "none")
     for i, chat in enumerate(family.chats):
         reasons = ", reasoning" if chat.reasons else ""
         yield _line("" if i else "chat template", f"{chat.template}: tool calls ({chat.tools}){reasons}")

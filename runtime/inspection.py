@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.latent_spec import LatentSpec
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.loading import folder
@@ -17,7 +18,9 @@ from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve, resolve_adapter
+from runtime.media.families import image_rule
 from runtime.models import load_spec
+from runtime.models.towers.specs import tower_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
+_SIDES = 512, 1024  # sides of example pictures, in pixels
 _DTYPES = ("dtype", "torch_dtype")  # keys in a config.json
 
 
@@ -52,15 +56,17 @@ def model_report(config: EngineConfig) -> str:
         unused += [_line("not used", f"{len(found.unknown)} tensors: {found.unknown_line}")] * bool(found.unknown)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
+    tower, no_images = _tower(config, config_json, checkpoint)
     lines = [
         _line("model", config.model),
         _line("files", str(path)),
         _line("architecture", _architecture(config_json, spec)),
         _line("parameters", _parameters(spec)),
+        _line("images", no_images or _images(config, tower, path)),
         _line("stored as", stored),
         *unused,
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
-        *_here(config, spec, checkpoint),
+        *_here(config, spec, checkpoint, None if no_images else tower),
         *_text(config, path),
     ]
     return "\n".join(lines)
@@ -133,6 +139,40 @@ def _parameters(spec: DecoderSpec) -> str:
     return f"{total:,}, of which a token meets {active:,}"
 
 
+def _tower(
+    config: EngineConfig, config_json: dict[str, Any], checkpoint: Checkpoint | None
+) -> tuple[TowerSpec | None, str]:
+    """Return the image encoder, and why the model takes no images; empty if it takes them."""
+    from runtime.models.towers.tower_tensors import tower_tensors
+
+    if (tower := tower_spec(config_json)) is None:
+        return None, "none: the model takes no images"
+    names = tower_tensors(checkpoint.names(), tower).values() if checkpoint else ()
+    missing = [name for name in names if checkpoint and name not in checkpoint]
+    if missing:
+        return None, f"none: the files lack {len(missing)} tensors of the image encoder, such as {missing[0]}"
+    return tower, "off (images)" if config.images == "off" else ""
+
+
+def _images(config: EngineConfig, tower: TowerSpec | None, path: Path) -> str:
+    """Describe the image encoder, and the tokens that a picture takes."""
+    from runtime.worker.runner import choose_numerics
+
+    assert tower is not None
+    most = config.sized_for(choose_numerics(config).device.type).max_image_tokens
+    assert most is not None
+    parts = [f"{tower.num_layers} layers", f"width {tower.hidden_size}", f"{tower.num_heads} heads of {tower.head_dim}"]
+    parts += [
+        f"feed-forward {tower.ffn_size}",
+        f"patches of {tower.patch_size} pixels",
+        f"{tower.num_weights:,} parameters",
+    ]
+    if (rule := image_rule(path)) is not None:
+        counts = [rule.num_embeddings(rule.resize.plan((side, side), "auto", most).parts) for side in _SIDES]
+        parts += [f"{n} tokens for {side} x {side}" for side, n in zip(_SIDES, counts, strict=True)]
+    return "; ".join(parts)
+
+
 def _positions(spec: DecoderSpec) -> str:
     if spec.learned_positions:
         return "learned positions"
@@ -146,7 +186,7 @@ def _positions(spec: DecoderSpec) -> str:
     return text
 
 
-def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None) -> list[str]:
+def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, tower: TowerSpec | None) -> list[str]:
     """Describe the model's use of this machine. Raises CallboardError if its weights cannot have the requested form."""
     from runtime.quant.model_formats import check_products
     from runtime.quant.report import weight_report
@@ -160,7 +200,9 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         available = available // spec.shard.size if device == "cpu" else available
-        plan = str(plan_memory(config.sized_for(device), spec, numerics, available)).removeprefix("memory plan: ")
+        plan = str(plan_memory(config.sized_for(device), spec, numerics, available, tower)).removeprefix(
+            "memory plan: "
+        )
     except CallboardError as e:
         plan = f"it does not fit. {e}"
     return [

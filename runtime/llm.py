@@ -201,8 +201,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation or several, with the model's own chat template.
 
-        A message's content may be a list of parts, of which {"type": "image", "image": X} is a picture: a path, a PIL
-        image, a uint8 array, a data URL or a file's bytes.
+        A message's content may be a list with texts and pictures: {"type": "text", "text": "What is this?"} and
+        {"type": "image", "image": X}. X is a path, a PIL image, a uint8 array, a data URL or a file's bytes.
 
         `options` are fields in runtime.output.options.ChatOptions, as over HTTP: the options of `generate`, and
         `tools`, `tool_choice`, `chat_template_kwargs` and others. Reasoning and tool calls are parsed from the text."""

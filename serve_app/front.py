@@ -31,6 +31,7 @@ from runtime.background import in_background
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
+from runtime.loading.gguf_towers import image_rule_of
 from runtime.loading.resolve import resolve
 from runtime.media.processor import ImageProcessor
 from runtime.structured.compiler import GrammarCompiler
@@ -176,7 +177,7 @@ class Front(HandleCalls):
             return None
         # An engine that has not started yet takes at least as many tokens as one on a CPU.
         most = config.sized_for("cpu").max_image_tokens if info.images is None else info.images.max_tokens
-        return ImageProcessor.of(path, tokenizer, self._settings.image_limits(most or 1))
+        return ImageProcessor.of(image_rule_of(path), tokenizer, self._settings.image_limits(most or 1))
 
     def reconfigure(self, user_config: object) -> None:
         """Log that nothing reads `user_config`, which Serve has changed in place."""

@@ -197,6 +197,8 @@ async def encoded(body: Any) -> bytes:
             return _encode(body)
         except _HasPicture:
             return await IMAGES.run("", partial(_encode_pictures, body))
+    except FieldError as e:
+        raise _call_error(e) from None
     except (TypeError, ValueError) as e:
         raise CallError(400, f"The request body is not JSON: {e}; send plain values.", code="invalid_json") from None
 

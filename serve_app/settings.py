@@ -211,7 +211,7 @@ class HttpSettings:
         return self.max_body_bytes or (32 << 20 if takes_images else 8 << 20)
 
     def image_limits(self, max_image_tokens: int) -> ImageLimits:
-        """Return what requests may have of images, for a model with this limit of an image's tokens."""
+        """Return the limits for images, with the model's limit for one image's tokens."""
         return ImageLimits(
             max_images=self.max_images,
             max_image_bytes=self.max_image_bytes,

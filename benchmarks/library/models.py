@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
+from runtime.models.towers.specs import tower_spec
 
 
 def _dense(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +55,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8, "bos_token_id": 0, "eos_token_id": 1,
     },
 }  # fmt: skip
+
+
+def tower_of(model: str) -> TowerSpec | None:
+    """The image encoder of a name in CONFIGS."""
+    return tower_spec(CONFIGS[model])
 
 
 def spec_of(model: str) -> DecoderSpec:

@@ -88,6 +88,12 @@ class EngineConfig:
         "the vector of a prompt for embeddings and scores: of the last token, the mean of all, or the probability of "
         "yes against no as the next word; auto follows the model's sentence-transformers files or classifier",
     )
+    images: Literal["auto", "off"] = setting(
+        "auto", "auto: requests may have images if the checkpoint has an image encoder; off frees the encoder's memory"
+    )
+    max_image_tokens: int | None = setting(
+        None, "most tokens of one image, at most image_pool_tokens; default: 1280 on a CPU, 4096 on a GPU", 1
+    )
     tool_call_parser: str = setting(
         "auto",
         "format of the model's tool calls; auto detects it from the chat template and falls back to generic; generic "
@@ -219,14 +225,8 @@ class EngineConfig:
         "clients may request the experts that a mixture chose for each token (routed_experts); steps of such requests "
         "run without CUDA graphs",
     )
-    images: Literal["auto", "off"] = setting(
-        "auto", "auto: requests may have images if the checkpoint has an image encoder; off frees the encoder's memory"
-    )
     image_pool_tokens: int = setting(
         8192, "tokens of images whose embeddings a runner keeps, for requests with the same images", 1
-    )
-    max_image_tokens: int | None = setting(
-        None, "most tokens of one image, at most image_pool_tokens; default: 1280 on a CPU, 4096 on a GPU", 1
     )
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(

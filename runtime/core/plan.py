@@ -56,6 +56,7 @@ class Encoding(msgspec.Struct, array_like=True):
 
     image: Image
     row: int  # the first of its embeddings in the pool
+    num_rows: int
 
 
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):

@@ -191,7 +191,10 @@ class Images(Extra):
         if not self._used:
             return
         self._settle(step)
-        step.plan.encodings = [Encoding(image, self._pool.first_row(key)) for key, image in self._new.items()]
+        pool = self._pool
+        step.plan.encodings = [
+            Encoding(image, pool.first_row(key), pool.num_rows(key)) for key, image in self._new.items()
+        ]
         firsts = np.cumsum(step.plan.num_tokens) - step.plan.num_tokens
         runs = [run for state in self._used for run in self._runs(state, step, firsts)]
         if runs:
@@ -245,6 +248,10 @@ class RowPool:
     def first_row(self, key: _Key) -> int:
         """Return the first row of an image in the pool."""
         return self._rows[key].start
+
+    def num_rows(self, key: _Key) -> int:
+        """Return the number of an image's rows in the pool."""
+        return len(self._rows[key])
 
     def place(self, key: _Key, count: int, held: Collection[_Key]) -> bool:
         """Give an image `count` rows; images in `held` keep theirs. Return False if it finds no range."""

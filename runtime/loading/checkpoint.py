@@ -23,11 +23,14 @@ from runtime.base.model.sharding import Part
 from runtime.base.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
-from runtime.loading.gguf_architectures import Source, read_gguf_model
+from runtime.loading.gguf_architectures import GgufModel, Source, read_gguf_model
 from runtime.loading.gguf_configs import gguf_eos_token_ids
+from runtime.loading.gguf_towers import find_tower
 from runtime.loading.read_ahead import ByteRange, ReadAhead
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
+from runtime.media.families import image_rule
+from runtime.media.rule import ImageRule
 from runtime.models import has_experts_in_turn
 from runtime.quant.weight_format import TensorSource
 
@@ -47,6 +50,11 @@ class Checkpoint(TensorSource):
     @abstractmethod
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a tensor in its file, read on access."""
+
+    @property
+    @abstractmethod
+    def image_rule(self) -> ImageRule | None:
+        """How a picture becomes pixels and tokens; None for a model that takes no images."""
 
     def reading_ahead(self, ignored: str) -> AbstractContextManager[object]:
         """Read files ahead of `tensor`, layer by layer, without the tensors with names that match `ignored`."""
@@ -85,16 +93,22 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file of a supported architecture."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GgufFile(path)
-        self._model = read_gguf_model(self._file)
-        self.config = self._model.config
-        self.eos_token_ids = gguf_eos_token_ids(self._file)
+        text = read_gguf_model(GgufFile(path))
+        tower = find_tower(path, text)  # its config has the text's
+        self._models = [text] if tower is None else [text, tower.model]
+        self._image_rule = None if tower is None else tower.rule
+        self.config = self._models[-1].config
+        self.eos_token_ids = gguf_eos_token_ids(text.file)
+
+    @property
+    def image_rule(self) -> ImageRule | None:
+        return self._image_rule
 
     def names(self) -> list[str]:
-        return sorted(self._model.sources)
+        return sorted(name for model in self._models for name in model.sources)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._model.sources
+        return any(name in model.sources for model in self._models)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source(name).shape
@@ -105,7 +119,7 @@ class GgufCheckpoint(Checkpoint):
     def tensor(
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
-        source, raw = self._source(name), self._model.raw(name)
+        source, raw = self._source(name), self._model(name).raw(name)
         stored_shape = list(source.shape[::-1] if source.transposed else source.shape)
         step, columns = max(1, _DEQUANTIZED_AT_ONCE // stored_shape[-1]), slice(None)
         if part is not None:
@@ -125,13 +139,13 @@ class GgufCheckpoint(Checkpoint):
                 weights = np.log(-weights)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
-        self._file.forget(source.tensor.name)
+        self._model(name).file.forget(source.tensor.name)
         return out.T.contiguous() if source.transposed else out
 
     def blocks(
         self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
-        source, raw, device = self._source(name), self._model.raw(name), torch.device(device)
+        source, raw, device = self._source(name), self._model(name).raw(name), torch.device(device)
         blocks = raw.reshape(len(raw), -1, num_bytes)
         if part is not None:
             blocks = blocks[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
@@ -140,19 +154,23 @@ class GgufCheckpoint(Checkpoint):
             self._uploader.upload(np.ascontiguousarray(blocks).reshape(-1).data, out.view(-1))
         else:
             out.numpy()[...] = blocks
-        self._file.forget(source.tensor.name)
+        self._model(name).file.forget(source.tensor.name)
         return out
 
+    def _model(self, name: str) -> GgufModel:
+        """The file with a tensor."""
+        if name not in self:
+            raise CallboardError(f"{self._models[0].file.path} has no tensor {name!r}; the file is incomplete.")
+        return next(model for model in self._models if name in model.sources)
+
     def _source(self, name: str) -> Source:
-        if name not in self._model.sources:
-            raise CallboardError(f"{self._file.path} has no tensor {name!r}; the file is incomplete.")
-        return self._model.sources[name]
+        return self._model(name).sources[name]
 
     def type_name(self, name: str) -> str:
         return self._source(name).tensor.type_name
 
     def _stored(self, name: str) -> memoryview:
-        return self._file.raw(self._source(name).tensor.name).reshape(-1).data
+        return self._model(name).file.raw(self._source(name).tensor.name).reshape(-1).data
 
 
 class _Stored(NamedTuple):
@@ -188,6 +206,10 @@ class SafetensorsCheckpoint(Checkpoint):
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
                 if name not in found:
                     raise CallboardError(f"{folder / file_name} lacks tensor {name!r}, which {INDEX_NAME} puts there.")
+
+    @property
+    def image_rule(self) -> ImageRule | None:
+        return image_rule(self._folder)
 
     def names(self) -> list[str]:
         return sorted(self._tensors)

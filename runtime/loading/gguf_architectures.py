@@ -232,6 +232,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", configs.llama_config, interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", configs.decoder_config),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", configs.decoder_config),
+    "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", "qwen3_vl_text", configs.decoder_config),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", configs.qwen3moe_config),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", configs.qwen2moe_config),
     "qwen35": Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", configs.qwen35_config),

@@ -12,11 +12,11 @@ from runtime.base.images import Image as Picture
 from runtime.media.expand import PreparedImage
 from runtime.media.identity import digest
 from runtime.media.rule import Detail, ImageRule, ResizePlan
-from runtime.media.source import ImageFault
+from runtime.media.source import ImageFault, TooManyPixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_RATIO = 200  # the longer side to the shorter
-_CPU_S = 2  # most CPU seconds for a picture
+_CPU_S = 4  # most CPU seconds for a picture
 _STRIP = 256  # rows that become RGB at a time, so that a large picture is in memory about twice
 _ORIENTATION = 0x0112  # EXIF's tag; other metadata is ignored
 _TURNS = {
@@ -73,7 +73,7 @@ def _check(picture: Image.Image, max_pixels: int) -> None:
     """Refuse a picture by its header."""
     width, height = picture.size
     if width * height > max_pixels:
-        raise ImageFault(f"has {width} x {height} pixels, more than the limit of {max_pixels:,}")
+        raise TooManyPixels(f"has {width} x {height} pixels, more than the limit of {max_pixels:,}")
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageFault(f"has {width} x {height} pixels; one side may have at most {MAX_RATIO} times the other's")
     if picture.format != "MPO" and getattr(picture, "is_animated", False):  # cameras store previews in an MPO file

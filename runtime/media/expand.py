@@ -109,10 +109,11 @@ class _Tokens:
 
     def add(self, ids: Sequence[int]) -> None:
         self._flush()
-        if self._join and ids and (newlines := self._newlines(ids[:1])):
-            self.add_newlines(newlines)
-            ids = ids[1:]
-        self._join = self._join and not ids
+        if self._join:
+            count = next((i for i, token in enumerate(ids) if not self._newlines(token)), len(ids))
+            self.add_newlines("".join(map(self._newlines, ids[:count])))
+            ids = ids[count:]
+            self._join = not ids
         self.ids += ids
 
     def add_text(self, text: str | int) -> None:
@@ -125,9 +126,10 @@ class _Tokens:
         """Append newlines. With newlines before them, they are encoded as one text."""
         self._flush()
         if newlines:
-            before = self._newlines(self.ids[-1:])
-            del self.ids[len(self.ids) - bool(before) :]
-            self.ids += self._vocabulary.encode(before + newlines, False)
+            while self.ids and (before := self._newlines(self.ids[-1])):
+                newlines += before
+                self.ids.pop()
+            self.ids += self._vocabulary.encode(newlines, False)
             self._join = True
 
     def add_embeddings(self, num_embeddings: int) -> None:
@@ -146,7 +148,7 @@ class _Tokens:
             self.ids += self._vocabulary.encode(self._text, False)
             self._text, self._join = "", False
 
-    def _newlines(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` if it is newlines alone."""
-        text = self._vocabulary.decode(list(ids), skip_special_tokens=False)
+    def _newlines(self, token: int) -> str:
+        """Return a token's text if it is newlines alone."""
+        text = self._vocabulary.decode([token], skip_special_tokens=False)
         return "" if text.strip("\n") else text

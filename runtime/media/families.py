@@ -13,7 +13,7 @@ from runtime.media.resize import Area, Budget, GridTiles, LongestEdge, Square, S
 from runtime.media.rule import ImageMarks, ImageRule, Resize
 
 Json = Mapping[str, Any]
-_Family = Callable[[Json, Json, Json], ImageRule]  # of a config, its vision_config and its processor
+_Family = Callable[[Json, Json, Json], ImageRule]  # takes a config, its vision_config and its processor
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
@@ -73,16 +73,16 @@ def _token_id(config: Json, name: str, default: int) -> int:
 
 
 def _pixtral(config: Json, vision: Json, processor: Json) -> ImageRule:
-    unit = vision.get("patch_size", 14) * config.get("spatial_merge_size", 2)
-    largest = vision.get("image_size", 1540)
+    unit = _count(vision, "patch_size", 14) * _count(config, "spatial_merge_size", 2)
+    largest = _count(vision, "image_size", 1540)
     resize = LongestEdge(unit, min(_edge(processor, "size", "longest_edge", largest), largest), largest)
     defaults = {**_CLIP, "resample": _BICUBIC}
     return _rule("pixtral", config, processor, 10, unit, resize, defaults, row_break="[IMG_BREAK]", end="[IMG_END]")
 
 
 def _idefics3(config: Json, vision: Json, processor: Json) -> ImageRule:
-    unit = vision.get("patch_size", 32) * config.get("scale_factor", 2)
-    tile = _edge(processor, "max_image_size", "longest_edge", vision.get("image_size", 224))
+    unit = _count(vision, "patch_size", 32) * _count(config, "scale_factor", 2)
+    tile = _edge(processor, "max_image_size", "longest_edge", _count(vision, "image_size", 224))
     longest = _edge(processor, "size", "longest_edge", 4 * tile)
     resize = SquareTiles(tile, longest, (tile // unit) ** 2, processor.get("do_image_splitting", True))
     fake = "<fake_token_around_image>"
@@ -95,7 +95,7 @@ def _idefics3(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 def _qwen(token_id: int, patch: int, means: Json, least: int, most: int) -> _Family:
     def family(config: Json, vision: Json, processor: Json) -> ImageRule:
-        unit = vision.get("patch_size", patch) * vision.get("spatial_merge_size", 2)
+        unit = _count(vision, "patch_size", patch) * _count(vision, "spatial_merge_size", 2)
         bounds = [
             processor.get(name) or _edge(processor, "size", edge, default)
             for name, edge, default in (("min_pixels", "shortest_edge", least), ("max_pixels", "longest_edge", most))
@@ -107,8 +107,8 @@ def _qwen(token_id: int, patch: int, means: Json, least: int, most: int) -> _Fam
 
 
 def _glm(config: Json, vision: Json, processor: Json) -> ImageRule:
-    unit = vision.get("patch_size", 14) * vision.get("spatial_merge_size", 2)
-    frames = vision.get("temporal_patch_size", 2)  # the bounds count copies of a picture
+    unit = _count(vision, "patch_size", 14) * _count(vision, "spatial_merge_size", 2)
+    frames = _count(vision, "temporal_patch_size", 2)  # the bounds count copies of a picture
     least, most = (
         _edge(processor, "size", "shortest_edge", 112**2),
         _edge(processor, "size", "longest_edge", 28**2 * 15_000),
@@ -118,8 +118,8 @@ def _glm(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 
 def _gemma3(config: Json, vision: Json, processor: Json) -> ImageRule:
-    side = _edge(processor, "size", "height", vision.get("image_size", 224))
-    unit = side // math.isqrt(config.get("mm_tokens_per_image", 256))
+    side = _edge(processor, "size", "height", _count(vision, "image_size", 224))
+    unit = side // math.isqrt(_count(config, "mm_tokens_per_image", 256))
     return _rule(
         "gemma3", config, processor, 262_144, unit, Square(side), {**_HALF, "resample": _BILINEAR},
         mark=_token_id(config, "boi", 255_999), begin=_token_id(config, "boi", 255_999),
@@ -128,8 +128,8 @@ def _gemma3(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 
 def _gemma4(config: Json, vision: Json, processor: Json) -> ImageRule:
-    patch, pool = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
-    resize = Budget(patch, pool, processor.get("max_soft_tokens", 280))
+    patch, pool = _count(vision, "patch_size", 16), _count(vision, "pooling_kernel_size", 3)
+    resize = Budget(patch, pool, _count(processor, "max_soft_tokens", 280))
     return _rule(
         "gemma4", config, processor, 258_880, patch * pool, resize,
         {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3, "resample": _BICUBIC},
@@ -138,15 +138,15 @@ def _gemma4(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 
 def _lfm2(config: Json, vision: Json, processor: Json) -> ImageRule:
-    unit = vision.get("patch_size", 16) * config.get("downsample_factor", 2)
+    unit = _count(vision, "patch_size", 16) * _count(config, "downsample_factor", 2)
     split = processor.get("do_image_splitting", True)
     resize = GridTiles(
         unit,
-        processor.get("min_image_tokens", 64),
-        processor.get("max_image_tokens", 256),
-        processor.get("tile_size", 512),
-        processor.get("min_tiles", 2) if split else 1,
-        processor.get("max_tiles", 10) if split else 1,
+        _count(processor, "min_image_tokens", 64),
+        _count(processor, "max_image_tokens", 256),
+        _count(processor, "tile_size", 512),
+        _count(processor, "min_tiles", 2) if split else 1,
+        _count(processor, "max_tiles", 10) if split else 1,
         processor.get("max_pixels_tolerance", 2.0),
         processor.get("use_thumbnail", True),
     )
@@ -158,10 +158,10 @@ def _lfm2(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 
 def _internvl(config: Json, vision: Json, processor: Json) -> ImageRule:
-    tile = _edge(processor, "size", "height", _side(vision.get("image_size", 448)))
-    unit = int(_side(vision.get("patch_size", 14)) / config.get("downsample_ratio", 0.5))
-    max_tiles = processor.get("max_patches", 12) if processor.get("crop_to_patches", True) else 1
-    resize = SquareGrid(tile, (tile // unit) ** 2, processor.get("min_patches", 1), max_tiles)
+    tile = _edge(processor, "size", "height", _count(vision, "image_size", 448))
+    unit = int(_count(vision, "patch_size", 14) / config.get("downsample_ratio", 0.5))
+    max_tiles = _count(processor, "max_patches", 12) if processor.get("crop_to_patches", True) else 1
+    resize = SquareGrid(tile, (tile // unit) ** 2, _count(processor, "min_patches", 1), max_tiles)
     return _rule(
         "internvl", config, processor, 151_667, unit, resize, {**_CLIP, "resample": _BICUBIC},
         begin="<img>", tiles_begin="<img>", end="</img>",
@@ -169,12 +169,16 @@ def _internvl(config: Json, vision: Json, processor: Json) -> ImageRule:
 
 
 def _edge(processor: Json, name: str, edge: str, default: int) -> int:
-    return int((processor.get(name) or {}).get(edge) or default)
+    return _count(processor.get(name) or {}, edge, default)
 
 
-def _side(size: Any) -> int:
-    """Return a side of a square that a config gives as one number or as two."""
-    return int(size[0] if isinstance(size, list) else size)
+def _count(fields: Json, name: str, default: int) -> int:
+    """Return a number above 0. Of a list, which has a square's sides, it is the first."""
+    found = fields.get(name) or default
+    number = int(found[0] if isinstance(found, list) else found)
+    if number < 1:
+        raise ValueError(f"{name} is {number}")
+    return number
 
 
 _QWEN2 = _qwen(151_655, 14, _CLIP, 56**2, 28**2 * 1280)

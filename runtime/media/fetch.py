@@ -20,18 +20,20 @@ if TYPE_CHECKING:
     import httpx
 
 ANY_HOST = "any"
-_DEADLINE_S = 20.0  # for the whole transfer
-_TIMEOUT_S = 5.0  # for the connection, and for each part of the answer
+_DEADLINE_S = 20.0  # most time of a transfer
+_TIMEOUT_S = 5.0  # most time until the connection, and until each part of the answer
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_WITHIN_CLOUDS = ipaddress.ip_address("168.63.129.16")  # a public address that Azure answers on every machine
-_NAT64 = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48")]
+_NOT_PUBLIC = [  # more ranges than the tables of `ipaddress` have
+    ipaddress.ip_network(network)
+    for network in ("168.63.129.16/32", "192.0.0.0/24", "64:ff9b::/96", "64:ff9b:1::/48")  # Azure's, IETF's, NAT64
+]
 
 
 def bytes_at(url: str, limits: ImageLimits) -> bytes:
     """Return the bytes at a picture's URL. Blocks. Raises ImageFault."""
     scheme = url[: url.find(":") + 1].lower()
     if scheme == "data:":
-        return _of_data_url(url, limits.max_image_bytes)
+        return _decoded_url(url, limits.max_image_bytes)
     if scheme != "https:":
         raise ImageFault(f"has a URL that begins with {url[:12]!r}; send a data URL, or an address with https")
     if not limits.image_urls:
@@ -39,7 +41,7 @@ def bytes_at(url: str, limits: ImageLimits) -> bytes:
     return fetched(url, limits)
 
 
-def _of_data_url(url: str, max_bytes: int) -> bytes:
+def _decoded_url(url: str, max_bytes: int) -> bytes:
     header, comma, text = url.partition(",")
     media_type, *parameters = header[len("data:") :].lower().split(";")
     if not comma or "base64" not in (parameter.strip() for parameter in parameters):
@@ -122,11 +124,11 @@ def public_address(host: str, port: int, resolve: Callable[..., list[Any]] = soc
 
 def _is_public(address: _Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped or address.sixtofour or address.teredo or any(address in net for net in _NAT64):
+        if address.ipv4_mapped or address.sixtofour or address.teredo:
             return False  # an IPv4 address in another spelling
         if address.is_site_local:
             return False
-    return address.is_global and address != _WITHIN_CLOUDS and not (
+    return address.is_global and not (
         address.is_multicast or address.is_private or address.is_reserved or address.is_loopback
-        or address.is_link_local or address.is_unspecified
+        or address.is_link_local or address.is_unspecified or any(address in network for network in _NOT_PUBLIC)
     )  # fmt: skip

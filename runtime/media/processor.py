@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from runtime.base.images import ImageSpan
 from runtime.base.types import CallboardError
 from runtime.child import ChildPool, Overrun
 from runtime.media.expand import Expander, PreparedImage, Vocabulary
-from runtime.media.families import image_rule
 from runtime.media.fetch import bytes_at
 from runtime.media.rule import ImageRule
 from runtime.media.source import ImageFault, ImageLimits, ImageSource
 
 _MAX_CHILDREN = max(1, min(4, (os.cpu_count() or 1) // 2))
-_MEMORY = 512 << 20  # bytes of a child
+_MEMORY = 768 << 20  # bytes of a child: a WebP file with 32 million pixels needs 640 MiB
 _DEADLINE_S = 20.0  # wall time; decode.py limits the CPU time
 
 
@@ -31,9 +29,8 @@ class ImageProcessor:
         self._expander = Expander(rule, vocabulary)
 
     @classmethod
-    def of(cls, folder: Path, vocabulary: Vocabulary, limits: ImageLimits) -> ImageProcessor | None:
-        """Return the processor of a model folder; None for a model that takes no images."""
-        rule = image_rule(folder)
+    def of(cls, rule: ImageRule | None, vocabulary: Vocabulary, limits: ImageLimits) -> ImageProcessor | None:
+        """Return the processor of a model's rule; None for a model that takes no images."""
         return None if rule is None else cls(rule, vocabulary, limits)
 
     def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
@@ -61,7 +58,7 @@ class ImageProcessor:
         return self._expander.expand(ids, images)
 
     def prepare_one(self, source: ImageSource) -> PreparedImage:
-        """Return one source's pixels. Blocks. Raises ImageFault, whose text is a predicate."""
+        """Return one source's pixels. Blocks. Raises ImageFault; its text is a predicate."""
         limits = self.limits
         data = source.data or bytes_at(source.url, limits)
         if len(data) > limits.max_image_bytes:
@@ -70,8 +67,8 @@ class ImageProcessor:
             return _CHILDREN.run(
                 _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
             )
-        except Overrun:
-            raise ImageFault("takes too much time or memory to decode; send a smaller picture") from None
+        except Overrun as e:
+            raise ImageFault(f"cannot be decoded: it {e}") from None
 
 
 def _decode(*args: Any) -> PreparedImage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+# "low" has the family's fewest tokens; "auto" and "high" the checkpoint's number. "original" does not scale down.
 Detail = Literal["low", "auto", "high", "original"]
 DETAILS: tuple[Detail, ...] = ("low", "auto", "high", "original")
 

@@ -31,3 +31,7 @@ class ImageSource:
 
 class ImageFault(CallboardError):
     """A picture cannot be used. The text is a predicate; the caller adds the subject."""
+
+
+class TooManyPixels(ImageFault):
+    """A picture is larger than `max_image_pixels`."""

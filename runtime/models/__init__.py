@@ -84,14 +84,14 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         f"{_RANDOM}; texts and perplexity of Gemma 3 270M", (ChatForm("gemma3", "generic"),),
     ),
     "Gemma3ForConditionalGeneration": Family(
-        "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.WEIGHT_MAP,
+        "Gemma 3 4B, 12B, 27B", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.WEIGHT_MAP,
         chats=(ChatForm("gemma3", "generic"),),
     ),
     "Gemma4ForCausalLM": Family(
         "Gemma 4 as text models", "google/gemma-4-E2B-it", gemma4.decoder_spec, gemma4.WEIGHT_MAP, chats=_GEMMA4_CHATS,
     ),
     "Gemma4ForConditionalGeneration": Family(
-        "Gemma 4 E2B, E4B, 31B, 26B-A4B, without images and sound", "google/gemma-4-E2B-it", gemma4.decoder_spec,
+        "Gemma 4 E2B, E4B, 31B, 26B-A4B, without sound", "google/gemma-4-E2B-it", gemma4.decoder_spec,
         gemma4.WEIGHT_MAP, chats=_GEMMA4_CHATS,
     ),
     "Glm4ForCausalLM": Family(
@@ -157,7 +157,7 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         chats=(ChatForm("mistral-v0.3", "mistral"),),
     ),
     "Mistral3ForConditionalGeneration": Family(
-        "Mistral Small 3.1, 3.2; Ministral 3 3B, 8B, 14B, without images",
+        "Mistral Small 3.1, 3.2; Ministral 3 3B, 8B, 14B",
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506", mistral.image_text_spec, mistral.IMAGE_TEXT_WEIGHT_MAP,
         chats=(ChatForm("mistral-v0.3", "mistral"), _MISTRAL_V11, _MINISTRAL3_REASONING),
     ),
@@ -214,7 +214,7 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         chats=(_QWEN35,),
     ),
     "Qwen3_5ForConditionalGeneration": Family(
-        "Qwen3.5, 3.6, 3.8, without images", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,
+        "Qwen3.5, 3.6, 3.8", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,
         chats=(_QWEN35,),
     ),
     "Qwen3_5MoeForCausalLM": Family(
@@ -222,7 +222,7 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         qwen_hybrid.MOE_WEIGHT_MAP, chats=(_QWEN35,),
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        "Qwen3.5-MoE, 3.6-MoE, without images", "Qwen/Qwen3.6-35B-A3B", qwen_hybrid.moe_decoder_spec,
+        "Qwen3.5-MoE, 3.6-MoE", "Qwen/Qwen3.6-35B-A3B", qwen_hybrid.moe_decoder_spec,
         qwen_hybrid.MOE_WEIGHT_MAP, chats=(_QWEN35,),
     ),
     "SeedOssForCausalLM": Family(

@@ -85,7 +85,7 @@ class UnusedTensors(NamedTuple):
     def log(self) -> None:
         """Report both kinds, in a line each."""
         if self.left_out:
-            logger.info("tensors that texts do not need are left out: %s", self.known_line)
+            logger.info("tensors that texts do not need are left out of the decoder: %s", self.known_line)
         if self.unknown:
             text = "%d tensors of the checkpoint have no place in the model that its config describes, and are not used"
             logger.warning(f"{text}: %s", len(self.unknown), self.unknown_line)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.kernels.attention.rope import rope_table_of_step
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
@@ -39,6 +40,7 @@ class Decoder:
     position_embed: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
     layer_embed: LayerEmbedding | None  # None without spec.layer_embed_size
     ropes: list[torch.Tensor]  # rotary tables
+    rope_axes: list[torch.Tensor]  # which position turns each column of a table
     query_scales: torch.Tensor | None  # [num_positions, ...] q's scales by position
     layers: list[Layer]
     final_norm: torch.Tensor
@@ -52,7 +54,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
         eps = self.spec.norm_eps
-        ropes = [self.kernels[ROPE_ROWS](table, batch.positions) for table in self.ropes]
+        ropes = self._ropes(batch)
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         h = self._embedded(batch)
         layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(self._own_tokens(batch), h)
@@ -77,6 +79,15 @@ class Decoder:
             if batch.embeds is not None:
                 batch.embeds.add_after(index, h)
         return h
+
+    def _ropes(self, batch: ForwardBatch) -> list[Any]:
+        """The tokens' rows of each rotary table, as kernels read them."""
+        rows, tables, positions = self.kernels[ROPE_ROWS], self.ropes, batch.rope_positions
+        if positions is None:
+            return [rows(table, batch.positions) for table in tables]
+        each = torch.arange(positions.shape[1], dtype=batch.positions.dtype, device=positions.device)
+        parts = zip(tables, self.rope_axes, strict=True)
+        return [rows(rope_table_of_step(table, axes, positions), each) for table, axes in parts]
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden] of the token embedding, with positions if they are learned."""

@@ -13,7 +13,7 @@ from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.layer_spec import MixerSpec
 from runtime.base.model.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.base.types import CallboardError
-from runtime.kernels.attention.rope import query_scale_table, rope_table
+from runtime.kernels.attention.rope import query_scale_table, rope_axes, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import ExpertLayer
@@ -110,6 +110,7 @@ class LayerBuilder:
             positions,
             layer_embed,
             ropes=[table(rope, head_dim).to(device) for rope, head_dim in self.ropes],
+            rope_axes=[rope_axes(rope, head_dim).to(device) for rope, head_dim in self.ropes],
             query_scales=None if scales is None else scales.to(device),
             layers=layers,
             final_norm=final_norm,

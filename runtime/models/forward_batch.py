@@ -43,12 +43,10 @@ class ForwardBatch:
     """A step's tokens, row after row."""
 
     token_ids: torch.Tensor  # [num_tokens] int64, or int32 on a GPU, as all below
-    positions: torch.Tensor  # [num_tokens]
+    positions: torch.Tensor  # [num_tokens] rotary positions: indices in the sequence, behind images less
     groups: Sequence[GroupRows]  # groups of the KV cache's layers
     adapters: torch.Tensor | None = None  # [num_tokens] each token's adapter index or 0; None if all are 0
     states: StateRows | None = None  # the step's rows, for a model with states
     embeds: Embeds | None = None
-    # [3, num_tokens] rotary positions by frame, row and column where a step has images; None if `positions` are these
+    # [3, num_tokens] rotary positions by frame, row and column, where the step reaches images; None if all are equal
     rope_positions: torch.Tensor | None = None
-    # [num_tokens] the last position that each token sees, where an image's tokens see each other; None if its own
-    last_visible: torch.Tensor | None = None

@@ -208,6 +208,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "bos_token_id": 0,
         "eos_token_id": [154820, 154827, 154829], "tie_word_embeddings": False,
     },
+    "smolvlm-256m": {
+        "architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "image_token_id": 49190,
+        "scale_factor": 4, "tie_word_embeddings": False, "text_config": {
+            "model_type": "llama", "hidden_act": "silu", "vocab_size": 49280, "num_hidden_layers": 30,
+            "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "bos_token_id": 1,
+            "eos_token_id": 49279, "tie_word_embeddings": False,
+        }, "vision_config": {
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "image_size": 512, "patch_size": 16,
+        },
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
         "n_head": 12, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256,

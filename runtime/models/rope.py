@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from runtime.base.model.decoder_spec import RopeSpec
@@ -26,7 +27,19 @@ def ropes_by_kind(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
     """The RoPE of a config. Raises CallboardError for a type that is not supported."""
-    scaling = rope_parameters(config)
+    stated = rope_parameters(config)
+    sections = stated.get("mrope_section", config.get("mrope_section"))
+    is_mixed = stated.get("mrope_interleaved", config.get("mrope_interleaved"))
+    if not sections:
+        return _one_position(config, stated)
+    if len(sections) != 3:
+        raise CallboardError(f"The model's mrope_section is {sections}; it must be three numbers.")
+    text = {name: value for name, value in stated.items() if value != "mrope"}
+    return replace(_one_position(config, text), sections=tuple(map(int, sections)), mixed_sections=bool(is_mixed))
+
+
+def _one_position(config: Mapping[str, Any], scaling: dict[str, Any]) -> RopeSpec:
+    """The RoPE of text."""
     defaults = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
     rope = {**{name: config[name] for name in defaults}, **scaling}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -11,6 +11,7 @@ import numpy as np
 
 from runtime.base.images import ImageInfo, ImageSpan
 from runtime.base.types import CallboardError
+from runtime.loading.gguf_towers import image_rule_of
 from runtime.media.processor import ImageProcessor
 from runtime.media.rule import DETAILS, Detail
 from runtime.media.source import ImageLimits, ImageSource
@@ -67,7 +68,7 @@ def processor_for(info: ImageInfo | None, folder: Path, tokenizer: Tokenizer) ->
     """Return the processor of pictures for a model in this process; None if it takes none."""
     if info is None:
         return None
-    return ImageProcessor.of(folder, tokenizer, ImageLimits(max_image_tokens=info.max_tokens))
+    return ImageProcessor.of(image_rule_of(folder), tokenizer, ImageLimits(max_image_tokens=info.max_tokens))
 
 
 def with_images(

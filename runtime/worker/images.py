@@ -12,6 +12,7 @@ import torch
 
 from runtime.base.images import ImageInfo
 from runtime.base.model_info import ModelInfo
+from runtime.base.types import CallboardError
 from runtime.core.plan import StepPlan
 from runtime.kernels.numerics import Numerics
 from runtime.models.forward_batch import Embeds
@@ -50,8 +51,13 @@ class RunnerImages:
 
     def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
         for encoding in plan.encodings:
-            embeddings = self.tower.encode(encoding.image)
-            self.pool[encoding.row : encoding.row + len(embeddings)] = embeddings
+            embeddings = self.tower.encode(encoding.image, copies.upload)
+            if len(embeddings) != encoding.num_rows:  # else it would overwrite another image
+                raise CallboardError(
+                    f"An image of {encoding.image.sizes} has {len(embeddings)} embeddings, but {encoding.num_rows} "
+                    "tokens of its prompt stand for them; send the tokens that the model's image processor makes."
+                )
+            self.pool[encoding.row : encoding.row + encoding.num_rows] = embeddings
         if not plan.embeds.size:
             return None
         tokens, rows, counts = plan.embeds.astype(np.int64)

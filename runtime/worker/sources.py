@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from runtime.base.config import EngineConfig
@@ -25,7 +26,6 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
-from runtime.media.families import rule_of
 from runtime.media.rule import ImageRule
 from runtime.models import CLASSIFIER
 from runtime.models.checkpoint_model import checkpoint_model
@@ -91,8 +91,8 @@ class ModelSource(Protocol):
 class Tower(Protocol):
     """An image encoder with its weights."""
 
-    def encode(self, image: Image) -> torch.Tensor:
-        """[num_embeddings, TowerSpec.width] of one image, in the compute dtype."""
+    def encode(self, image: Image, upload: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
+        """[num_embeddings, TowerSpec.width] in the compute dtype. `upload` copies pixels to the device."""
 
 
 def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
@@ -100,7 +100,8 @@ def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
     if config.images == "off" or source.tower is None:
         return None
     assert config.max_image_tokens is not None, "`config` is not sized for a device"
-    return ImageInfo(source.image_token_id, config.image_pool_tokens, max_tokens=config.max_image_tokens)
+    stays_whole, pool_rows = source.spec.whole_images, config.image_pool_tokens
+    return ImageInfo(source.image_token_id, pool_rows, stays_whole, config.max_image_tokens)
 
 
 class CheckpointSource:
@@ -131,16 +132,16 @@ class CheckpointSource:
     @cached_property
     def tower(self) -> TowerSpec | None:
         spec, tensors = tower_spec(self.checkpoint.config), self.checkpoint
-        if spec is None or self._image_rule is None:
+        if spec is None or (rule := self._image_rule) is None:
             return None
         if all(name in tensors for name in tower_tensors(tensors.names(), spec).values()):
-            return spec
+            return replace(spec, mean=rule.mean, std=rule.std)
         logger.warning("%s lacks tensors of its image encoder; it takes no images", self.path)
         return None
 
     @cached_property
     def _image_rule(self) -> ImageRule | None:
-        return rule_of(self.checkpoint.config, {})
+        return self.checkpoint.image_rule
 
     @property
     def image_token_id(self) -> int:

@@ -13,6 +13,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
 from runtime.worker.extras import Copies, ImageEncoder, MaskSource, ReportWriter, SlotKeeper, StepExtra
+from runtime.worker.image_positions import ImagePositions
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.slot_sampling import SlotSampling
 
@@ -39,6 +40,7 @@ class Steps(ABC):
         self.decoder, self.cache = decoder, cache
         self.num_slots, self.max_model_len = num_slots, max_model_len
         self.extras, self.masks, self.encoder = extras, masks, encoder
+        self.images = ImagePositions(decoder.spec, num_slots)
 
     @abstractmethod
     def reset(self) -> None:
@@ -54,7 +56,7 @@ class Steps(ABC):
         """Start the step. The returned function waits for its result; on a CPU it computes the step."""
 
     def _keepers(self) -> list[SlotKeeper]:
-        return [self.sampler, *self.extras, *(() if self.masks is None else (self.masks,))]
+        return [self.sampler, self.images, *self.extras, *(() if self.masks is None else (self.masks,))]
 
     def _begin_forward(self, plan: StepPlan) -> None:
         for extra in self.extras:

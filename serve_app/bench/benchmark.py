@@ -18,6 +18,7 @@ from runtime.background import in_background
 from runtime.base.types import CallboardError
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
+from serve_app.bench.images import RandomImages
 from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import RandomPrompts, prompts_of
 from serve_app.bench.report import draw, report
@@ -40,6 +41,7 @@ class LoadPlan:
     num_warmup: int
     chat: bool
     fields: dict[str, Any] = field(default_factory=dict)
+    image: tuple[int, ...] | None = None  # width, height and number of the pictures in each request
 
     def name(self, level: float) -> str:
         return f"{level:g} requests/s" if self.is_rate else f"concurrency {level:g}"
@@ -57,6 +59,8 @@ def bench(client: Client, plan: LoadPlan, output: Path | None, plot: Path | None
     prompts, is_counted = prompts_of(
         plan.prompt_tokens, plan.shared_prefix, lambda text: client.count_tokens(text, not plan.chat), rng
     )
+    if plan.image is not None:
+        prompts.images = RandomImages(*plan.image)
     levels, is_interrupted = asyncio.run(_run(client, plan, prompts))
     about = {
         "url": client.url, "model": client.model, "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -107,7 +111,7 @@ async def _run(client: Client, plan: LoadPlan, prompts: RandomPrompts) -> tuple[
     for number, level in enumerate(plan.levels):
         rng = np.random.default_rng([plan.seed, number + 1])
         for _ in range(0 if number else plan.num_warmup):
-            await client.ask(Turn(prompts.draw(rng), plan.output_tokens))
+            await client.ask(_turn(plan, prompts, rng))
         seen: list[Turn] = []
         levels.append((level, seen))
         try:
@@ -133,13 +137,18 @@ async def _play(
     def turns(count: int | None) -> Iterator[Turn]:
         while count is None or count > 0:
             count = None if count is None else count - 1
-            yield Turn(prompts.draw(rng), plan.output_tokens)
+            yield _turn(plan, prompts, rng)
 
     if plan.is_rate:
         starts = arrivals(rng, level, plan.num_requests, plan.seconds)
         await play([Session(at, [turn]) for at, turn in zip(starts, turns(len(starts)), strict=True)], ask)
     else:
         await play_streams(turns(plan.num_requests), int(level), plan.seconds, ask)
+
+
+def _turn(plan: LoadPlan, prompts: RandomPrompts, rng: np.random.Generator) -> Turn:
+    images = () if prompts.images is None else prompts.images.draw(rng)
+    return Turn(prompts.draw(rng), plan.output_tokens, images)
 
 
 @asynccontextmanager

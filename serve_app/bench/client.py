@@ -26,6 +26,7 @@ class Turn:
 
     prompt: list[int] | str
     max_tokens: int
+    images: tuple[str, ...] = ()  # data URLs before the prompt of a chat
     pause: float = 0.0  # before it, after the session's last turn has ended
     sent: float = 0.0
     events: list[float] = field(default_factory=list)  # arrival times of events with output
@@ -274,8 +275,11 @@ class Client:
             return None
 
     def _request(self, turn: Turn) -> bytes:
-        prompt = turn.prompt
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self._is_chat else {"prompt": prompt}
+        content: Any = turn.prompt
+        if turn.images:
+            images = [{"type": "image_url", "image_url": {"url": url}} for url in turn.images]
+            content = [*images, {"type": "text", "text": content}]
+        asked = {"messages": [{"role": "user", "content": content}]} if self._is_chat else {"prompt": content}
         body = {"model": self.model, **asked, "max_tokens": turn.max_tokens, **self._fields}
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         return self._head + b"\r\nContent-Length: %d\r\n\r\n" % len(data) + data

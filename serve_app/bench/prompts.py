@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serve_app.bench.images import RandomImages
+
 _COMMON = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money
@@ -29,6 +31,7 @@ class RandomPrompts:
     words: list[str]
     prefix: list[str]
     length: int
+    images: RandomImages | None = None  # before each prompt
 
     def draw(self, rng: np.random.Generator) -> str:
         return " ".join([*self.prefix, *_draw(self.words, self.length, rng)])

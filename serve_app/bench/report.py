@@ -38,9 +38,10 @@ def report(about: dict[str, Any], levels: list[dict[str, Any]]) -> str:
     """The whole report as text."""
     api = "chat completions" if about["chat"] else "completions"
     shared = f" after {about['shared_prefix']} in common" if about["shared_prefix"] else ""
+    images = ", pictures of {} x {}, {} each".format(*about["image"]) if about.get("image") else ""
     head = [
         f"{about['model']} at {about['url']}, {api}",
-        f"prompts of {about['prompt_tokens']} tokens{shared} (counted by {about['prompt_tokens_counted_by']}), "
+        f"prompts of {about['prompt_tokens']} tokens{shared} (counted by {about['prompt_tokens_counted_by']}){images}, "
         f"answers of at most {about['output_tokens']} tokens, seed {about['seed']}",
     ]
     parts = [[*head], _one(levels[0]) if len(levels) == 1 else _several(levels)]

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from runtime.base.types import CallboardError
 from serve_app.command_line.flags import above_zero, add_client_key, at_least, client_key, positive, seconds
 
 _CONCURRENCY = 4
@@ -35,6 +36,8 @@ def add_parser(commands: Any) -> None:
     asked.add_argument("--output-tokens", type=positive, default=128, metavar="N", help="tokens of each answer")
     what = "tokens before each prompt that all prompts have in common"
     asked.add_argument("--shared-prefix", type=_count, default=0, metavar="N", help=what)
+    what = "N random pictures of this size in each request of a chat; default of N: 1"
+    asked.add_argument("--image", type=_image, metavar="WxH[xN]", help=what)
     asked.add_argument("--seed", type=_count, metavar="N", help="same seed, same prompts; default: a random one")
     what = "more fields of each request as an object; null removes one, such as ignore_eos for a strict server"
     asked.add_argument("--fields", type=_fields, metavar="JSON", help=what)
@@ -48,6 +51,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seed is None:
         args.seed = random.SystemRandom().randrange(1 << 32)
+    if args.image and args.api != "chat":
+        raise CallboardError("--image needs --api chat; completions have no pictures.")
     from serve_app.bench.benchmark import LoadPlan, bench
     from serve_app.bench.client import Client
 
@@ -63,9 +68,17 @@ def run(args: argparse.Namespace) -> int:
         num_warmup=args.warmup,
         chat=args.api == "chat",
         fields=args.fields or {},
+        image=args.image,
     )
     client = Client(args.url, plan.fields, chat=plan.chat, model=args.model, api_key=client_key(args))
     return bench(client, plan, args.output, args.plot)
+
+
+def _image(text: str) -> tuple[int, ...]:
+    sizes = text.lower().split("x")
+    if len(sizes) not in (2, 3) or not all(size.isdecimal() and 1 <= int(size) <= 1 << 14 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a width and a height in pixels, such as 1024x768")
+    return (*map(int, sizes), 1)[:3]
 
 
 def _fields(text: str) -> dict[str, Any]:

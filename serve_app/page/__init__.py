@@ -27,6 +27,7 @@ _PAGES = {"index.html": "/", "docs.html": "/docs"}
 _HEADERS = {
     "cache-control": "no-cache",  # browsers revalidate each time, so a new version shows at once
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "img-src 'self' data:; "
     "require-trusted-types-for 'script'; trusted-types dompurify",  # only DOMPurify may make markup
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",

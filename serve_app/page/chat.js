@@ -6,13 +6,14 @@ import { compare, showOther } from './compare.js';
 import { Composer } from './composer.js';
 import { element, quietButton } from './dom.js';
 import { callsText, messagesOf } from './functions.js';
+import { dropUnused, keep, loaded } from './picture_store.js';
+import { Tray, contentOf, pictureList } from './pictures.js';
 import { repeat } from './repeat.js';
 import { Reply } from './reply.js';
 import { buildSettings, drawnSeed, settings, showDefaults } from './settings.js';
 import { startSnippets } from './snippets.js';
-import { deleteChat, saveChat } from './store.js';
+import { chats as kept, deleteChat, newId, saveChat } from './store.js';
 import { checkStructure, fits } from './structure.js';
-import { newId } from './transfer.js';
 
 const PATH = 'v1/chat/completions';
 
@@ -22,7 +23,9 @@ export function startChat(served) {
   const welcome = document.getElementById('welcome');
   const form = panel.querySelector('.settings form');
   const resetSettings = buildSettings(form, 'chat-settings', {});
-  const composer = new Composer(panel.querySelector('.composer'), (question, signal) => ask(question, shown.length, signal));
+  const composer = new Composer(panel.querySelector('.composer'), (question, signal) => ask(question, shown.length, signal, tray.pictures), () => tray.pictures.length > 0);
+  const tray = new Tray(served, () => picturesOf(shown.slice(0, numKept())).length);
+  const attach = document.getElementById('attach');
   const chats = startChats(open, resetSettings);
   const isBusy = () => shown.at(-1)?.reply.element.ariaBusy === 'true';
   let chat; // { id, turns }, as it is stored
@@ -41,21 +44,27 @@ export function startChat(served) {
   }
 
   function show(turn) {
-    const question = element('p', { className: 'question' }, turn.question);
-    const asked = element('div', { className: 'asked' }, quietButton('Edit', () => edit(entry, asked)), question);
+    const { question, images } = turn;
+    const message = element('div', { className: 'message' },
+      images ? pictureList(images) : '', question ? element('p', { className: 'question' }, question) : '');
+    const asked = element('div', { className: 'asked' }, quietButton('Edit', () => edit(entry, asked)), message);
     const entry = { turn, reply: new Reply(scroll, turn) };
-    entry.element = element('article', {}, turn.question ? asked : '', entry.reply.element);
+    entry.element = element('article', {}, question || images ? asked : '', entry.reply.element);
     showOther(entry.reply);
     return entry;
   }
 
   /** Sends `question` as the turn `at`; those that were there and behind it go. None goes on from the results of calls. */
-  async function ask(question, at, signal) {
+  async function ask(question, at, signal, images = []) {
     for (const { element } of shown.splice(Math.min(at, numKept()))) element.remove();
-    const entry = show({ question, text: '', reasoning: '', end: '' });
+    const entry = show({ question, ...(images.length && { images }), text: '', reasoning: '', end: '' });
     shown.push(entry);
     list.append(entry.element);
-    if (question) composer.box.value = '';
+    if (question || images.length) {
+      composer.box.value = '';
+      keep(images);
+      tray.show([]);
+    }
     await answer(entry, signal);
   }
 
@@ -70,7 +79,7 @@ export function startChat(served) {
     scroll.scrollTop = scroll.scrollHeight;
     try {
       const request = asked(turn.text);
-      await checkStructure(request.fields, signal);
+      await Promise.all([checkStructure(request.fields, signal), loaded(picturesOf(shown))]);
       [turn.request, seed] = [request, drawnSeed()];
       for await (const chunk of stream(PATH, bodyOf(turn, shown.indexOf(entry)), signal)) reply.add(chunk);
       reply.finish(ending(reply.reason));
@@ -82,7 +91,10 @@ export function startChat(served) {
       reply.restore(before);
       showOther(reply);
     }
-    if (hasFailed(entry)) composer.box.value ||= turn.question;
+    if (hasFailed(entry)) {
+      composer.box.value ||= turn.question;
+      if (!tray.pictures.length) tray.show(turn.images ?? []);
+    }
     update();
   }
 
@@ -92,12 +104,12 @@ export function startChat(served) {
   });
 
   /** The request of the turn `at`: each question before it whose answer came, that answer, and its own question. */
-  function bodyOf({ question, request: { model, system, fields, prefix } }, at) {
+  function bodyOf({ question, images, request: { model, system, fields, prefix } }, at) {
     const messages = shown.slice(0, at).flatMap(({ turn }) => messagesOf(turn));
-    if (question) messages.push({ role: 'user', content: question });
+    if (question || images) messages.push({ role: 'user', content: contentOf({ question, images }) });
     if (system) messages.unshift({ role: 'system', content: system });
     const body = { model, messages, ...fields };
-    if (!question && body.tools) body.tool_choice = 'auto'; // else each result would demand another call
+    if (!question && !images && body.tools) body.tool_choice = 'auto'; // else each result would demand another call
     if (!prefix) return body;
     messages.push({ role: 'assistant', content: prefix });
     return { ...body, continue_final_message: true, add_generation_prompt: false };
@@ -105,8 +117,8 @@ export function startChat(served) {
 
   /** The request on screen: of what is written in the box, else of the last answer; null if there is neither. */
   function current() {
-    const [last, question] = [shown.at(-1), composer.box.value];
-    if (question.trim()) return { path: PATH, body: streamed(bodyOf({ question, request: asked('') }, numKept())) };
+    const [last, question, images] = [shown.at(-1), composer.box.value, tray.pictures.length ? tray.pictures : undefined];
+    if (question.trim() || images) return { path: PATH, body: streamed(bodyOf({ question, images, request: asked('') }, numKept())) };
     return last?.turn.request ? { path: PATH, body: streamed(bodyOf(last.turn, shown.length - 1)) } : null;
   }
 
@@ -150,7 +162,8 @@ export function startChat(served) {
     editor.addEventListener('submit', event => {
       event.preventDefault();
       const text = box.value;
-      if (text.trim()) composer.run(signal => ask(text, shown.indexOf(entry), signal));
+      const { images = [] } = entry.turn;
+      if (text.trim() || images.length) composer.run(signal => ask(text, shown.indexOf(entry), signal, images));
     });
     box.addEventListener('keydown', event => {
       if (event.key === 'Escape') close();
@@ -224,7 +237,13 @@ export function startChat(served) {
   }
   startSnippets(panel.querySelector('.menu'), current);
   addEventListener('process-killed', ({ detail }) => isBusy() && shown.at(-1).reply.witness(detail));
-  addEventListener('model-known', () => showDefaults(form, served().sampling));
+  addEventListener('model-known', () => {
+    showDefaults(form, served().sampling);
+    attach.hidden = !tray.takesImages;
+  });
+  panel.querySelector('.composer').before(tray.element);
+  tray.listen(composer.box, panel.querySelector('.stage'), attach.querySelector('input'));
+  dropUnused(kept());
   for (const suggestion of welcome.querySelectorAll('button')) {
     suggestion.addEventListener('click', () => {
       composer.box.value = suggestion.textContent;
@@ -235,5 +254,7 @@ export function startChat(served) {
   addEventListener('pagehide', interrupt);
   open(chats.last());
 }
+
+const picturesOf = shown => shown.flatMap(({ turn }) => turn.images ?? []);
 
 const hasFailed = entry => Boolean(entry?.reply.failed && entry.reply.isEmpty);

@@ -59,8 +59,8 @@ export function startChats(open, resetSettings) {
 
   search.addEventListener('input', () => show(current));
   const day = () => new Date().toISOString().slice(0, 10);
-  json.addEventListener('click', () => download(`chats-${day()}.json`, 'application/json', asJson(chats())));
-  markdown.addEventListener('click', () => download(`chat-${day()}.md`, 'text/markdown', asMarkdown(current)));
+  json.addEventListener('click', async () => download(`chats-${day()}.json`, 'application/json', await asJson(chats())));
+  markdown.addEventListener('click', async () => download(`chat-${day()}.md`, 'text/markdown', await asMarkdown(current)));
   document.getElementById('import').addEventListener('change', async ({ target }) => {
     const [file] = target.files;
     if (!file) return;
@@ -88,7 +88,7 @@ export function startChats(open, resetSettings) {
   };
 }
 
-const titleOf = ({ title, turns }) => title || turns[0].question.trim().split('\n')[0];
+const titleOf = ({ title, turns }) => title || turns[0].question.trim().split('\n')[0] || 'Picture';
 const textOf = chat => [titleOf(chat), ...chat.turns.flatMap(({ question, text }) => [question, text])].join('\n').toLowerCase();
 
 function dateOf(at) {

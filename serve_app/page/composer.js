@@ -3,15 +3,15 @@
 export class Composer {
   #running = null;
 
-  /** `send(text, signal)` is called with what was written. */
-  constructor(form, send) {
-    [this.form, this.box, this.button] = [form, form.querySelector('textarea'), form.querySelector('button')];
+  /** `send(text, signal)` is called with what was written; nothing written is enough if `hasMore()`. */
+  constructor(form, send, hasMore = () => false) {
+    [this.form, this.box, this.button] = [form, form.querySelector('textarea'), form.querySelector('.primary')];
     this.label = this.button.textContent;
     form.addEventListener('submit', event => {
       event.preventDefault();
       const text = this.box.value;
       if (this.#running) this.stop();
-      else if (text.trim()) this.run(signal => send(text, signal));
+      else if (text.trim() || hasMore()) this.run(signal => send(text, signal));
       else this.box.focus();
     });
     this.box.addEventListener('keydown', event => {

@@ -7,10 +7,11 @@ import { load, save } from './store.js';
 const [READY_MS, WAITING_MS, PATIENCE_MS] = [5000, 2000, 10_000];
 const byId = id => document.getElementById(id);
 let timer;
-let served = {}; // the chosen model's card and what the server tells of itself, once known
+let served = {}; // the chosen model's card and the facts, once known
+let facts = {}; // what the server tells of itself
 let cards = []; // of all models, aliases and adapters
 
-/** The chosen model's card, with `sampling` and `allow_chaos`; empty until the server has told it. */
+/** The chosen model's card, with the server's `facts`; empty until the server has told it. */
 export const model = () => served;
 
 export function startConnection() {
@@ -80,17 +81,18 @@ async function read() {
 
 async function learn() {
   const { data } = await (await request('v1/models')).json();
-  const { sampling = {}, allow_chaos = false } = await (await request('server_info')).json();
+  const { sampling = {}, allow_chaos = false, max_images, max_image_bytes } = await (await request('server_info')).json();
+  facts = { sampling, allow_chaos, max_images, max_image_bytes };
   const isNew = JSON.stringify(data.map(({ id }) => id)) !== JSON.stringify(cards.map(({ id }) => id));
   cards = data;
   if (isNew) byId('models').replaceChildren(...cards.map(option)); // a list that is open stays so
-  choose({ sampling, allow_chaos });
+  choose();
 }
 
 /** Takes the card chosen last, else the first one. */
-function choose({ sampling, allow_chaos } = served) {
+function choose() {
   const card = cards.find(({ id }) => id === load('model')) ?? cards[0];
-  served = { ...card, sampling, allow_chaos };
+  served = { ...card, ...facts };
   byId('models').value = served.id;
   byId('model').title = byId('models').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
   dispatchEvent(new Event('model-known'));

@@ -2,6 +2,7 @@
 
 import { codeFigure } from './code.js';
 import { element } from './dom.js';
+import { contentOf } from './pictures.js';
 
 const EXAMPLE = '{"name": "weather", "description": "The weather of a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}';
 const CHOICES = { '': 'The model decides', required: 'It must call one' };
@@ -79,11 +80,11 @@ export function addPieces(calls, pieces) {
 export const callsText = (calls = []) => calls.map(({ name, arguments: text }) => name + text).join('');
 
 /** The messages of a turn with an answer; none without one. */
-export function messagesOf({ question, text, calls = [] }) {
+export function messagesOf({ question, images, text, calls = [] }) {
   if (!text && !calls.length) return [];
   const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: 'function', function: { name, arguments: text } }));
   return [
-    ...(question ? [{ role: 'user', content: question }] : []), // none after the results of calls
+    ...(question || images ? [{ role: 'user', content: contentOf({ question, images }) }] : []), // none after the results of calls
     { role: 'assistant', content: text, ...(calls.length && { tool_calls }) },
     ...calls.map(({ id, result }) => ({ role: 'tool', tool_call_id: id, content: result ?? NO_RESULT })),
   ];

@@ -3,6 +3,8 @@
 const PREFIX = 'callboard-';
 const MOST_CHATS = 100;
 
+export const newId = () => crypto.randomUUID?.() ?? String(Math.random());
+
 export function load(name, fallback) {
   try {
     return JSON.parse(localStorage.getItem(PREFIX + name)) ?? fallback;
@@ -22,7 +24,8 @@ export function save(name, value) {
 
 /**
  * All chats, the one last used first: `{ id, title, at, turns }`. `title` is a name that it was given, and `at` when it was
- * last asked. A turn is `{ question, text, reasoning, end, pace, request, calls, other }`: its request has what the turns do
+ * last asked. A turn is `{ question, images, text, reasoning, end, pace, request, calls, other }`: its
+ * images are `{ id, name }` (picture_store.js has their data); its request has what the turns do
  * not tell, `{ model, system, fields, prefix }`, where `prefix` is the text that it went on from; `calls` are
  * `{ id, name, arguments, result }`, after whose results the next turn has no question; `other` is the answer beside it.
  */

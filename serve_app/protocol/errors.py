@@ -37,6 +37,7 @@ class ApiError(CallboardError):
     """An error with its HTTP status and the fields of OpenAI's error object."""
 
     is_sent = False  # see FieldError
+    details: dict[str, Any] | None = None  # Anthropic's; None without any
 
     def __init__(
         self,
@@ -116,6 +117,20 @@ class ContextExceeded(ApiError):
         return ContextExceeded(self._size, api)
 
 
+class ImagesTooLarge(ApiError):
+    """The 400 for pictures with too many pixels, in the shape that Anthropic's SDK reads."""
+
+    def __init__(self, message: str, paths: list[str], max_side: int) -> None:
+        """`max_side` is a width and height that is never too large."""
+        super().__init__(400, message, param=paths[0], code="image_dimensions_too_large")
+        self.details = {"error_code": self.code, "max_side_length_pixels": max_side, "paths": paths}
+
+    def in_words_of(self, api: Dialect) -> ApiError:
+        own = super().in_words_of(api)
+        own.details = self.details
+        return own
+
+
 def unavailable(reason: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)
 
@@ -138,8 +153,9 @@ def redacted(text: str) -> str:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    details = {"details": {"error_code": error.code, "unsupported": [error.param]}} if error.code == NO_THREADS else {}
-    return {"type": "error", "error": {"type": kind, "message": error.message()} | details}
+    details = {"error_code": error.code, "unsupported": [error.param]} if error.code == NO_THREADS else error.details
+    more = {} if details is None else {"details": details}
+    return {"type": "error", "error": {"type": kind, "message": error.message()} | more}
 
 
 def llama_cpp_body(error: ApiError) -> dict[str, Any]:

@@ -110,7 +110,7 @@ _IGNORED = {
     "an option of a refused feature": """
         custom_params mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         xtc_threshold dynatemp_exponent routed_experts_start_len routed_experts_prompt_start ngram_corpus_id""",
-    "images and sounds are not supported": """
+    "the model's files say how images are prepared; sounds are not supported": """
         mm_processor_kwargs media_io_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video return_mm_kwargs""",
     "one engine handles all grammars": "guided_decoding_backend",
     "the tokenizer decides the spelling of tokens": "spaces_between_special_tokens",

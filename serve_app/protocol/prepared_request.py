@@ -97,7 +97,7 @@ class Prompts:
     # lengths of prompts alone, before their outputs; empty without outputs
     lengths: list[int] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
-    images: tuple[ImageSpan, ...] = ()  # in the only prompt
+    images: tuple[ImageSpan, ...] = ()  # images in the prompt, which is the only one
     cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
     def path(self, index: int) -> str:

@@ -32,12 +32,14 @@ class ModelCard(Struct):
     context_length: int
     context_window: int
     max_input_tokens: int
+    architecture: dict[str, Any]  # OpenRouter's, and llama.cpp's: what the model takes and gives
     weights: str
     draft: str | None
 
 
 def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> ModelCard:
     """Return the object of `name`, for the model or an adapter; `base` is the model's first name."""
+    takes = ["text", "image"] if model.images is not None else ["text"]
     return ModelCard(
         id=name,
         object="model",
@@ -50,6 +52,7 @@ def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry |
         context_length=model.info.max_model_len,
         context_window=model.info.max_model_len,
         max_input_tokens=model.info.max_model_len,
+        architecture={"input_modalities": takes, "output_modalities": ["text"]},
         weights=model.info.weight_formats,
         draft=model.draft,
     )

@@ -63,7 +63,7 @@ def test_a_plan_of_four_million_ids_is_executed(host):
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_images_reach_every_rank_before_their_plan(monkeypatch, host, num_ranks):
-    """The last plan names an image that is no longer in the store, and one that is."""
+    """The last plan names an image that has left the store, and one that is there."""
     monkeypatch.setitem(keyed_store._LIMITS, Image, 15 << 20)
     images = [image_of(i, 3 << 20) for i in range(8)]
     plans = [plan_of(0, images=images[:3]), plan_of(1, images=images[3:]), plan_of(2, images=[images[0], images[-1]])]

@@ -5,37 +5,46 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import _Connection
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Submit
 from runtime.base.config import EngineConfig
-from runtime.base.images import Image, ImageSpan
+from runtime.base.images import Image, ImageInfo, ImageSpan
 from runtime.base.types import Grammar
 from runtime.core.scheduler import Scheduler
 from runtime.features.keyed_store import KeyedStore, KeyedUpdate
 from runtime.policy.queue_sizes import KeyedBytes
-from tests.support.engine.fake_runner import sequential
+from tests.support.engine.fake_runner import IMAGE, sequential
+from tests.support.engine.image_runner import ImageRunner
 from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engine.whole import whole_scheduler
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=16)
 GRAMMARS = [Grammar(f"key {i}", f"{i}" * 100_000, "") for i in range(3)]
-IMAGES = [Image(bytes([i]) * 16, ((200, 200),), bytes([i]) * 120_000) for i in range(3)]
+EMBEDDING = 40_000  # bytes of pixels for each
+IMAGES = [Image(bytes([i]) * 16, ((200, 200),), bytes([i]) * 3 * EMBEDDING) for i in range(3)]
+IMAGE_INFO = replace(INFO, images=ImageInfo(IMAGE, 6))  # two images
 KINDS = pytest.mark.parametrize("values", [GRAMMARS, IMAGES], ids=["grammars", "images"])
 
 
-class CountingRunner(SlowRunner):
-    """Counts the bytes of its plans, and checks that grammars arrive whole."""
+class CountingRunner(ImageRunner, SlowRunner):
+    """Counts the bytes of its plans, and checks that values arrive whole."""
 
     def __init__(self, delay_s: float) -> None:
-        super().__init__(CONFIG, INFO, delay_s)
-        self.num_bytes = 0
+        super().__init__(CONFIG, IMAGE_INFO)
+        self.delay_s, self.num_bytes = delay_s, 0
 
     def submit(self, plan) -> None:
         super().submit(plan)
         self.num_bytes += sum(map(len, self.queue[-1]))
+
+    def begin(self, plan) -> None:
+        for each in plan.encodings:
+            each.image = structs.replace(each.image, pixels=each.image.pixels[::EMBEDDING])
+        super().begin(plan)
 
     def collect(self):
         result = super().collect()
@@ -43,11 +52,18 @@ class CountingRunner(SlowRunner):
         return result
 
 
+def engine_of(delay_s: float, **config) -> Engine:
+    return Engine(info=IMAGE_INFO, start=lambda: CountingRunner(delay_s), **config)
+
+
 def bound(i: int, value: Grammar | Image, **params):
     plain = request(i, **params)
-    if isinstance(value, Image):
-        return replace(plain, images=(ImageSpan(1, 2, value), ImageSpan(3, 1, value)))
-    return replace(plain, params=replace(plain.params, grammar=value))
+    if isinstance(value, Grammar):
+        return replace(plain, params=replace(plain.params, grammar=value))
+    parts = plain.token_ids[:1], [IMAGE] * 3, plain.token_ids[1:2], [IMAGE] * 3, plain.token_ids[2:]
+    tokens = [token for part in parts for token in part]
+    spans = tuple(ImageSpan(begin, 3, value, (1, 1, 3)) for begin in (1, 5))
+    return replace(plain, token_ids=tokens, prompt_len=len(tokens), images=spans)
 
 
 @pytest.fixture
@@ -78,7 +94,7 @@ def updates(frames: list[bytes]) -> list[list[str]]:
 
 @KINDS
 async def test_a_value_is_sent_once_for_all_choices(sent, values):
-    engine = Engine(start=lambda: CountingRunner(0.001))
+    engine = engine_of(0.001)
     group = link_to(engine)
     await group.start()
     for _ in range(2):
@@ -88,8 +104,7 @@ async def test_a_value_is_sent_once_for_all_choices(sent, values):
     assert updates(sent) == [[values[0].key], [values[1].key]]
     assert sum(map(len, sent)) < 300_000
     (runner,) = engine.runners
-    if values is GRAMMARS:
-        assert 200_000 < runner.num_bytes < 250_000
+    assert 200_000 < runner.num_bytes < 300_000
     group.close()
     engine.loop.close()
 
@@ -97,7 +112,7 @@ async def test_a_value_is_sent_once_for_all_choices(sent, values):
 @KINDS
 async def test_streams_keep_their_values_through_deaths_and_moves(sent, values):
     """A link that breaks, runners that are lost, an engine that dies while another takes its streams."""
-    engines = [Engine(start=lambda: CountingRunner(0.002)) for _ in range(2)]
+    engines = [engine_of(0.002) for _ in range(2)]
     group = link_to(*engines)
     await group.start()
     await eventually(lambda: len(group.engines()) == 2)
@@ -127,15 +142,38 @@ async def test_streams_keep_their_values_through_deaths_and_moves(sent, values):
 
 
 @KINDS
+@pytest.mark.parametrize("dies", ["front", "front and engine"])
+async def test_another_front_takes_up_a_stream(sent, values, dies):
+    """It sends the values again, on its own connection."""
+    engine, asked = engine_of(0.01), replace(bound(0, values[0], max_tokens=60), keeps_output=True, seed=7)
+    first = link_to(engine)
+    await first.start()
+    stream, num_tokens = first.generate(asked), 0
+    while num_tokens < 20:
+        num_tokens += len((await anext(stream)).token_ids)
+    first.close()
+    if dies != "front":
+        engine.die()
+        engine.restart()
+    second = link_to(engine)
+    await second.start()
+    tokens, reason, _ = await read(second, replace(asked, resumes=True))
+    assert (tokens, reason) == sequential(asked, 512)
+    assert updates(sent) == [[values[0].key]] * 2
+    second.close()
+    engine.loop.close()
+
+
+@KINDS
 async def test_the_queue_refuses_requests_beyond_its_bytes(values):
-    engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_bytes=250_000)
+    engine = engine_of(0.02, max_num_seqs=1, max_queued_bytes=250_000)
     group = link_to(engine)
     await group.start()
     reading = [asyncio.create_task(read(group, bound(i, values[0]))) for i in range(4)]
     await eventually(lambda: engine.loop.stats()["waiting"] == 3)
     reading.append(asyncio.create_task(read(group, bound(4, values[1]))))
     await eventually(lambda: engine.loop.stats()["waiting"] == 4)
-    size = values[2].num_bytes + 20
+    size = values[2].num_bytes + 4 * bound(5, values[2]).num_tokens
     text = rf"this one has {size}, above its limit of 250000 \(max_queued_bytes\)"
     with pytest.raises(EngineRefusal, match=text) as e:
         await read(group, bound(5, values[2]))

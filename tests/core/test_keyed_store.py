@@ -192,7 +192,9 @@ def test_a_reader_of_only_a_later_frame_refuses_it():
 
 def test_a_plan_names_images_that_were_sent():
     plans = [
-        StepPlan(i, new=[NewSlot(0, EMPTY, 1, 0, SamplingParams(grammar=GRAMMARS[i]))], encodings=[Encoding(image, i)])
+        StepPlan(
+            i, new=[NewSlot(0, EMPTY, 1, 0, SamplingParams(grammar=GRAMMARS[i]))], encodings=[Encoding(image, i, 1)]
+        )
         for i, image in enumerate([*IMAGES, IMAGES[0]], 1)
     ]
     writer, reader = PlanWriter(), PlanReader()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.base.images import Image
@@ -106,23 +106,20 @@ def test_gemma4_marks():
     assert (span.begin, span.grid) == (2, (1, 16, 16))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("ab", "ab"), ("a\n", "b"), ("", "b"), ("a", ""), ("a\n", "\nb"), ("a\n\n\n", "\n\nb"), ("\n", "\n"), ("a", "\n")],
-)
-def test_gemma3_newlines_join_those_of_the_prompt(before: str, after: str):
-    """The ids equal those of the text with the image's tokens in it, as transformers writes it."""
+@given(st.lists(st.text("ab\n", max_size=7), min_size=2, max_size=4))
+@example(["a\n\n\n\n", "\n\n\n\nb"])
+def test_gemma3_newlines_join_those_of_the_prompt(texts: list[str]):
+    """The ids equal the tokenizer's for the text with the images' tokens."""
     vocabulary = Letters("a", "b", "<image>", "<boi>", "<eoi>")
     image, boi, eoi = (vocabulary.tokens.index(token) for token in ("<image>", "<boi>", "<eoi>"))
     family = rule(
         "gemma3", image_token_index=image, boi_token_index=boi, eoi_token_index=eoi, mm_tokens_per_image=4,
         vision_config={"image_size": 56},
     )  # fmt: skip
-    for count in (1, 2, 3):
-        prompt = vocabulary.encode(before + "<boi>" * count + after)
-        ids, spans = Expander(family, vocabulary).expand(prompt, [prepared(family, (5, 9))] * count)
-        assert ids == vocabulary.encode(before + f"\n\n<boi>{'<image>' * 4}<eoi>\n\n" * count + after)
-        assert [ids[span.begin : span.end] for span in spans] == [[image] * 4] * count
+    images = [prepared(family, (5, 9))] * (len(texts) - 1)
+    ids, spans = Expander(family, vocabulary).expand(vocabulary.encode("<boi>".join(texts)), images)
+    assert ids == vocabulary.encode(f"\n\n<boi>{'<image>' * 4}<eoi>\n\n".join(texts))
+    assert [ids[span.begin : span.end] for span in spans] == [[image] * 4] * len(images)
 
 
 @pytest.mark.parametrize(("num_marks", "num_images"), [(2, 1), (0, 1), (1, 0), (1, 2)])

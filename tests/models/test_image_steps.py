@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -67,6 +68,15 @@ def test_pool_rows_are_used_again():
         spans = (span_of(3, seed, 2, 3), SPANS[1])
         driver.open(0, PROMPT, spans=spans)
         assert torch.equal(driver.prefill(0, PROMPT), want) == (seed == 1)
+
+
+def test_image_with_other_tokens_is_refused():
+    """Its embeddings would overwrite another image's."""
+    driver = Driver(tiny_runner(tower=TOWER))
+    (span, _) = SPANS
+    driver.open(0, PROMPT, spans=[msgspec.structs.replace(span, num_tokens=5)])
+    with pytest.raises(CallboardError, match="has 6 embeddings, but 5 tokens of its prompt stand for them"):
+        driver.step((0, 0, 9, 1))
 
 
 def test_images_off_leaves_the_tower_unread():

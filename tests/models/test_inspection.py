@@ -113,3 +113,22 @@ def test_states_have_a_size(tmp_path: Path, capsys):
     size = 16 * 128 * 4 + 4 * (16 * 16 + 1) * 4  # inputs of the convolution, and heads with their positions
     assert told["KV cache"].endswith(f"; states of 1 layers, {size:,} bytes a request or snapshot")
     assert "(max_num_seqs; 8 snapshots, snapshot_memory)" in told["memory plan"]
+
+
+def test_inspect_describes_an_image_encoder(tmp_path: Path, write_tiny_gguf):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
+    _, _, text, _ = MODELS["llama"]
+    config = {
+        "architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "image_token_id": 60,
+        "scale_factor": 4, "text_config": text, "vision_config": {"hidden_size": 48, "intermediate_size": 68,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 512, "patch_size": 16},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    report = lines(model_report(EngineConfig(model=str(folder), device="cpu")))
+    assert report["images"].startswith("3 layers; width 48; 2 heads of 24; feed-forward 68; patches of 16 pixels; ")
+    assert "image encoder" in report["memory plan"]
+    report = lines(model_report(EngineConfig(model=str(folder), device="cpu", images="off")))
+    assert report["images"] == "off (images)"
+    assert "image encoder" not in report["memory plan"]

@@ -125,7 +125,7 @@ def test_architecture_page_names_each_room():
     assert [path for room in ROOMS.values() for path in room.paths if path not in table] == []
 
 
-def test_hybrid_model_without_its_room_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_hybrid_model_without_its_room_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoder_build, "_WITH_STATES", {})
     spec = changed(TINY, mixer=(ShortConvSpec(TINY.hidden_size, 3), None))
     with pytest.raises(CallboardError, match=r"layers of ShortConvSpec, whose mixer this build lacks"):

@@ -1,14 +1,21 @@
 """Image encoders against transformers, in fp32 on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from runtime.base.images import ImageSpan
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models.towers.specs import tower_spec
 from runtime.models.towers.tower import load_tower
-from tests.support.models.tower_cases import CASES, random_image, save_tower_model
+from tests.support.models.gguf_models import GEMMA4_METADATA
+from tests.support.models.mmproj_export import export_image_model
+from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.tower_cases import CASES, IMAGE, features, random_image, save_tower_model
 
+NEW = 64  # tokens
 NUMERICS = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 
 
@@ -20,10 +27,68 @@ def test_features_equal_transformers(case, tmp_path, record_property):
     tower, worst = load_tower(checkpoint, spec, NUMERICS), 0.0
     for seed, sizes in enumerate(CASES[case].sizes):
         image, pictures = random_image(sizes, seed)
-        with torch.no_grad():
-            wanted = CASES[case].features(theirs, spec, pictures)
-        features = tower.encode(image)
-        assert features.shape == wanted.shape == (sum(spec.num_embeddings(*size) for size in sizes), spec.width)
-        worst = max(worst, float((features - wanted).abs().max() / wanted.abs().max()))
+        wanted, found = features(theirs, CASES[case].inputs(spec, pictures)), tower.encode(image)
+        assert found.shape == wanted.shape == (sum(spec.num_embeddings(*size) for size in sizes), spec.width)
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     record_property("difference", worst)
     assert worst < 2e-5
+
+
+WHOLE = ("mistral3", "smolvlm", "qwen3.5", "qwen3-vl", "gemma3", "gemma4", "gemma4, inputs", "lfm2")
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_logits_after_two_images_equal_transformers(case, tmp_path, record_property):
+    theirs, kind = save_tower_model(tmp_path, case), CASES[case]
+    driver = Driver(open_runner(tmp_path, max_image_tokens=64, image_pool_tokens=128))
+    spec, generator = driver.runner.images.tower.spec, torch.Generator().manual_seed(1)
+    tokens, spans, pictures = [], [], []
+    for number in range(2):
+        image, own = random_image(kind.sizes[0], number)
+        height, width = (side // spec.patch_size // spec.merge for side in image.sizes[0])
+        tokens += torch.randint(3, 149, (7,), generator=generator).tolist()
+        spans.append(ImageSpan(len(tokens), height * width * len(own), image, (1, height, width)))
+        tokens += [IMAGE] * spans[-1].num_tokens
+        pictures += own
+    tokens += [5, 6, 7]
+    prompt_len, logits = len(tokens), []
+    driver.open(0, tokens, room=NEW, spans=spans)
+    whole = driver.runner.info.images.stays_whole
+    logits.append(driver.prefill(0, tokens, () if whole else (spans[0].begin + 1, spans[1].end - 1)))
+    for _ in range(NEW - 1):
+        tokens.append(int(logits[-1].argmax()))
+        driver.step((0, len(tokens) - 1, 1, 1))
+        logits.append(driver.logits[0])
+    ids, inputs = torch.tensor([tokens]), kind.inputs(spec, pictures)
+    if case.startswith(("qwen", "gemma")):
+        inputs["token_type_ids" if case == "gemma3" else "mm_token_type_ids"] = (ids == IMAGE).long()
+    with torch.no_grad():
+        wanted = theirs(ids, **inputs).logits[0, prompt_len - 1 :]
+    difference = float((torch.stack(logits) - wanted).abs().max() / wanted.abs().max())
+    record_property("difference", difference)
+    assert difference < 2e-5
+
+
+GGUF = {  # case -> architecture of its text, and metadata that only it has
+    "gemma3": ("gemma3", {"gemma3.attention.sliding_window": 8}),
+    "gemma4, clipped": ("gemma4", GEMMA4_METADATA),
+    "lfm2": ("lfm2", {"lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6}),
+    "mistral3": ("llama", {"llama.rope.freq_base": 1e4}),
+    "qwen3-vl": ("qwen3vl", {"qwen3vl.rope.freq_base": 5e5}),
+    "smolvlm": ("llama", {"llama.rope.freq_base": 1e4}),
+}
+
+
+@pytest.mark.parametrize("case", GGUF)
+def test_gguf_file_beside_the_model_has_the_same_tower(case, tmp_path):
+    theirs = save_tower_model(tmp_path, case)
+    hub, (arch, metadata) = open_checkpoint(tmp_path), GGUF[case]
+    path = export_image_model(theirs, tmp_path, arch, case == "smolvlm", **metadata)
+    checkpoint = open_checkpoint(path)
+    want, found = tower_spec(hub.config), tower_spec(checkpoint.config)
+    names = ("norm_eps", "activation", "projector", "deepstack_projector")
+    fields = {name: getattr(want, name) for name in names}
+    assert replace(found, **fields) == want
+    image, _ = random_image(CASES[case].sizes[0], 1)
+    difference = load_tower(checkpoint, found, NUMERICS).encode(image) - load_tower(hub, want, NUMERICS).encode(image)
+    assert difference.abs().max() < 2e-5

@@ -1,15 +1,18 @@
 """`callboard bench`: its client, its prompts, its figures and its report."""
 
 import asyncio
+import base64
 import json
 import signal
 import subprocess
 import sys
 import time
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from runtime.base.types import CallboardError
 from serve_app import cli
@@ -225,6 +228,26 @@ async def test_one_level_has_a_table_of_latencies(capsys):
     assert "prompts of 8 tokens (counted by the server's tokenizer)" in out
     for row in ("output tokens/s", "time to first token (TTFT)", "inter-token latency (ITL)", "end-to-end latency"):
         assert row in out
+
+
+async def test_pictures_precede_each_prompt(capsys):
+    async with PacedServer() as server:
+        command = "--requests", "4", "--warmup", "0", "--seed", "1", "--image", "40x24x2"
+        assert await asyncio.to_thread(run, server, *command) == 0
+        contents = [request["messages"][0]["content"] for request in server.requests]
+        kinds = [[part["type"] for part in content] for content in contents]
+        assert kinds == [["image_url", "image_url", "text"]] * 4
+        urls = [part["image_url"]["url"] for content in contents for part in content[:2]]
+        assert len(set(urls)) == 8
+        pictures = [Image.open(BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        assert {picture.size for picture in pictures} == {(40, 24)}
+        assert await asyncio.to_thread(run, server, *command, "--api", "completions") == 1
+    told = capsys.readouterr()
+    assert ", pictures of 40 x 24, 2 each, answers" in told.out
+    assert "--image needs --api chat; completions have no pictures." in told.err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "http://x", "--image", "40"])
+    assert "must be a width and a height in pixels, such as 1024x768" in capsys.readouterr().err
 
 
 async def test_several_levels_have_a_row_each_and_a_file(capsys, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The examples of docs/http.md and docs/apis run against the HTTP front and a scripted engine.
+"""The examples of docs/http.md, docs/images.md and docs/apis run against the HTTP front and a scripted engine.
 
 A fenced block of a page is one of these:
 
@@ -15,7 +15,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import httpx2
 import openai
 import pytest
 
+from runtime.base.images import ImageInfo
 from runtime.base.model.pooling import Pooling
 from runtime.base.weight_version import WeightVersion
 from runtime.structured.compiler import GrammarCompiler
@@ -36,12 +37,13 @@ from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.http.chats import CALL, QWEN
 from tests.support.http.fake_engine import GAP_MARKS, FakeEngine, byte_tokenizer
+from tests.support.http.fake_images import MARK, MARK_ID, TEMPLATE, FakeImages
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "http.md", *sorted((DOCS / "apis").glob("*.md"))]
+PAGES = [DOCS / "http.md", DOCS / "images.md", *sorted((DOCS / "apis").glob("*.md"))]
 MODEL = "Qwen/Qwen3-0.6B"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ANSWERS = {"tools": CALL}  # by page; the others are answered with a sentence
+ANSWERS = {"tools": CALL, "images": "Red."}  # by page; the others are answered with a sentence
 _sleep = time.sleep
 
 
@@ -81,9 +83,12 @@ class Front:
             batch_folder=str(folder / "batches"), lora_folder=str(folder), weight_folder=str(folder)
         )
         self.batches = Batches(settings)
-        self.app = build_http_app(
-            Service(engine, byte_tokenizer(QWEN, GAP_MARKS), MODEL), settings, batches=self.batches
-        )
+        service = Service(engine, byte_tokenizer(QWEN, GAP_MARKS), MODEL)
+        if self.page.stem == "images":
+            engine.info = replace(engine.info, images=ImageInfo(MARK_ID, 4096))
+            service.start(byte_tokenizer(TEMPLATE, (MARK,)), images=FakeImages())
+            (folder / "photo.jpg").write_bytes(b"a photo")
+        self.app = build_http_app(service, settings, batches=self.batches)
         self.batches.start()
 
     def run(self, work: Any) -> Any:

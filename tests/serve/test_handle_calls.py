@@ -1,6 +1,8 @@
 """Calls of the application's Serve handle: bodies and answers of the HTTP API."""
 
 import asyncio
+import base64
+import io
 import pickle
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray.llm._internal.batch.stages.serve_deployment_stage import ServeDeploymentStageUDF
 
@@ -19,6 +22,7 @@ from serve_app.handle import CallError, HandleCalls, Turns
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
+from tests.support.http.fake_images import TEMPLATE, FakeImages, app_with_images, engine_with_images
 
 TEXT = "Hello, wörld!"
 VARYING = ("id", "created", "seed")
@@ -55,6 +59,23 @@ ROUTES = {
     "completions": ("/v1/completions", {"prompt": "a", "logprobs": 1, "n": 2}),
     "responses": ("/v1/responses", {"input": "a"}),
 }
+
+
+async def test_a_picture_may_be_a_value_of_python(tmp_path):
+    handle, images, engine = Handle(FakeEngine()), FakeImages(), engine_with_images()
+    handle._routes = app_with_images(engine, TEMPLATE, images).router
+    array = np.full((2, 3, 3), 7, np.uint8)
+    (tmp_path / "a.png").write_bytes(b"a picture")
+    for picture in (array, Image.fromarray(array), tmp_path / "a.png"):
+        part = {"type": "image_url", "image_url": {"url": picture}}
+        await whole(handle.chat, {"messages": [{"role": "user", "content": [part]}]})
+    files = [base64.b64decode(source.url.partition(",")[2]) for source in images.sources]
+    assert files[2] == b"a picture"
+    assert all((np.asarray(Image.open(io.BytesIO(file))) == array).all() for file in files[:2])
+    part["image_url"] = {"url": tmp_path / "b.png"}
+    with pytest.raises(CallError, match="which cannot be read") as caught:
+        await whole(handle.chat, {"messages": [{"role": "user", "content": [part]}]})
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("name", ROUTES)

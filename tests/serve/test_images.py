@@ -146,6 +146,21 @@ async def test_text_does_not_forge_a_mark():
     assert shown_prompt(engine)[: span.begin] == "<user>An <image> here: "
 
 
+async def test_a_message_that_spells_a_mark_is_named():
+    async with client_with_images(engine_with_images(), TEMPLATE, None, True) as client:
+        forged = [user(IMAGE_URL), {"role": "assistant", "content": "A."}, user(text("An <image>."))]
+        answer = await client.post(CHAT, json={"messages": forged})
+    assert_error(answer, 400, "messages.2.content", "2 image marks for 1 images")
+
+
+async def test_pictures_are_prepared_in_threads():
+    images = FakeImages()
+    async with client_with_images(engine_with_images(), TEMPLATE, images) as client:
+        await client.post(CHAT, json={"messages": [user(IMAGE_URL)]})
+        await client.post(RESPONSES, json={"input": [user(INPUT_IMAGE)]})
+    assert {name.rpartition("_")[0] for name in images.threads} == {"images"}
+
+
 async def test_choices_share_the_pictures():
     engine = engine_with_images()
     async with client_with_images(engine) as client:
@@ -161,7 +176,7 @@ FILE = {"type": "input_image", "file_id": "file-1"}
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
-        (CHAT, {"messages": [user(text("a"), BAD)]}, "messages.0.content.1", "The picture cannot be decoded."),
+        (CHAT, {"messages": [user(text("a"), BAD)]}, "messages.0.content.1", "messages.0.content.1 cannot be decoded"),
         (CHAT, {"messages": [user(*[IMAGE_URL] * 3)]}, "messages.0.content.2", "this server allows 2 (max_images)"),
         (CHAT, {"messages": [user(IMAGE_URL)], "prompt_logprobs": 1}, "prompt_logprobs", "no prompt with images has"),
         (CHAT, {"messages": [user(IMAGE_URL)], "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "no prompt"),
@@ -170,8 +185,8 @@ FILE = {"type": "input_image", "file_id": "file-1"}
         (CHAT, {"messages": [SYSTEM, user(text("a"))]}, "messages.0.content.0", "0 image marks for 1 images"),
         (RESPONSES, {"input": [user(FILE)]}, "input.0.content.0", "keeps no pictures"),
         (MESSAGES, {"max_tokens": 9, "messages": [user(BLOCK | {"source": {"type": "file"}})]}, None, "keeps no"),
-        ("/api/chat", {"messages": [user() | {"content": "", "images": ["YmFk"]}]}, None, "messages.0.images.0: The"),
-        ("/api/generate", {"prompt": "a", "images": ["YmFk"]}, None, "images.0: The picture"),
+        ("/api/chat", {"messages": [user() | {"content": "", "images": ["YmFk"]}]}, None, "messages.0.images.0 cannot"),
+        ("/api/generate", {"prompt": "a", "images": ["YmFk"]}, None, "images.0 cannot be decoded"),
     ],
 )  # fmt: skip
 async def test_a_refusal_names_the_part(path: str, body: dict[str, Any], param: str | None, says: str):
@@ -190,6 +205,17 @@ async def test_a_picture_may_not_exceed_the_context():
         large = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(bytes(5000)).decode()}}
         answer = await client.post(CHAT, json={"messages": [user(large)]})
     assert_error(answer, 400, "messages", "maximum context length is 4096", "context_length_exceeded")
+
+
+async def test_large_pictures_are_listed_as_anthropic_does():
+    app = app_with_images(engine_with_images(), TEMPLATE, FakeImages(max_image_pixels=8))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=http)
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK), CALL, user(RESULT)])
+    details = caught.value.body["error"]["details"]
+    paths = ["messages.0.content.0", "messages.2.content.0.content.1"]
+    assert details == {"error_code": "image_dimensions_too_large", "max_side_length_pixels": 2, "paths": paths}
 
 
 async def test_bodies_may_be_longer_with_images():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.base.model.rope_spec import RopeSpec
 from runtime.worker.runner import ModelRunner
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
 from tests.support.models.runner_driver import Driver, tiny_runner
@@ -31,11 +32,29 @@ def logits_of(driver: Driver) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("wide_products")
-def test_steps_with_images_are_launched(monkeypatch):
+@pytest.mark.parametrize(
+    ("fields", "deterministic"),
+    [
+        ({}, False),
+        ({"rope": RopeSpec(partial=0.5, sections=(6, 5, 5), mixed_sections=True)}, False),
+        ({"whole_images": True, "window": 6}, False),
+        ({"whole_images": True, "window": 6}, True),
+    ],
+    ids=["causal", "sections", "whole", "deterministic"],
+)
+def test_steps_with_images_are_launched(fields, deterministic, monkeypatch):
+    """Later rows are in a graph, which shifts their rotary positions."""
     monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: None)
-    config = {"num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96, "dtype": "float32"}
+    spec = changed(SPEC, **fields)
+    config = {
+        "deterministic": deterministic,
+        "num_kv_blocks": 24,
+        "max_num_seqs": 4,
+        "max_model_len": 96,
+        "dtype": "float32",
+    }
     runners = [
-        tiny_runner(SPEC, tower=tiny_tower(64), kernel_backend=name, image_pool_tokens=8, max_image_tokens=4, **config)
+        tiny_runner(spec, tower=tiny_tower(64), kernel_backend=name, image_pool_tokens=8, max_image_tokens=4, **config)
         for name in ("torch", "triton")
     ]
     want = logits_of(Driver(runners[0]))

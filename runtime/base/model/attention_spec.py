@@ -39,6 +39,7 @@ class AttentionSpec:
     output_gate: bool = False  # q's map also makes a gate; the output is multiplied by sigmoid(gate)
     fused_qkv: bool = False  # the checkpoint has q, k and v as one tensor
     keys_as_values: bool = False  # k before its norm is v
+    whole_images: bool = False  # an image's tokens see each other
     kv_source: int | None = None  # the earlier layer with its keys and values; None if it stores them
 
     @property

@@ -61,6 +61,16 @@ class DecoderSpec:
         return {i: mixer for i, mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)}
 
     @property
+    def rope_has_sections(self) -> bool:
+        """True if tokens have a rotary position by frame, row and column (M-RoPE)."""
+        return any(mixer.rope.sections for mixer in self.attentions.values())
+
+    @property
+    def whole_images(self) -> bool:
+        """True if an image's tokens see each other in some layer, so that no row ends within one."""
+        return any(isinstance(mixer, AttentionSpec) and mixer.whole_images for mixer in self.attentions.values())
+
+    @property
     def num_heads(self) -> int:
         """The most heads of a layer's attention."""
         return max(layer.mixer.num_heads for layer in self.layers)

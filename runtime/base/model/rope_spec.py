@@ -29,6 +29,8 @@ class RopeSpec:
     truncate: bool = True  # yarn: the edges between are whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
     long_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies above the original context
+    sections: tuple[int, ...] = ()  # M-RoPE: frequencies that turn by frame, row and column; () for one position
+    mixed_sections: bool = False  # sections take turns; else they follow one another
 
     @property
     def reorders_heads(self) -> bool:

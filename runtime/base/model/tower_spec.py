@@ -61,6 +61,7 @@ class TowerSpec:
     deepstack_projector: tuple[Step, ...] = ()  # {} in a name is the index in `deepstack`
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # mean of pixels from 0 to 1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    doubles_pixels: bool = False  # pixels then become 2 x - 1 (Gemma 4)
 
     @property
     def width(self) -> int:

@@ -75,27 +75,37 @@ class Span:
     mask: torch.Tensor | None  # added to the scores; None without a mask
     causal: bool  # one row from position 0: causal without a mask
     lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees: all before it and itself
-    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) for sliding layers; their first one sets it
+    ends: torch.Tensor | None = None  # [num_tokens] like `lengths` for layers with whole images; None if equal
+    windowed: tuple[int, bool, torch.Tensor] | None = None  # (window, whole images, mask) of the last layer with one
 
-    def hidden(self, window: int) -> torch.Tensor:
+    def seen(self, window: int, whole_images: bool = False) -> torch.Tensor:
+        """[num_tokens, 2] int32: the first position that each token sees, if it has a window, and the end."""
+        ends = self.ends if whole_images and self.ends is not None else self.lengths
+        return torch.stack((self.lengths - window, ends), 1)
+
+    def hidden(self, window: int, whole_images: bool = False) -> torch.Tensor:
         """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
-        positions, ends = torch.arange(self.view.length, device=self.lengths.device), self.lengths[:, None]
-        hidden = positions >= ends
-        return hidden | (positions < ends - window) if window else hidden
+        positions = torch.arange(self.view.length, device=self.lengths.device)
+        seen = self.seen(window, whole_images)
+        hidden = positions >= seen[:, 1:]
+        return hidden | (positions < seen[:, :1]) if window else hidden
 
-    def mask_within(self, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+    def mask_within(
+        self, window: int, dtype: torch.dtype, whole_images: bool = False
+    ) -> tuple[torch.Tensor | None, bool]:
         """(mask, causal) for a layer with this window."""
-        if not window or window >= self.view.length:
+        whole_images = whole_images and self.ends is not None
+        if not whole_images and (not window or window >= self.view.length):
             return self.mask, self.causal
-        if self.windowed is None or self.windowed[0] != window:
-            hidden = self.hidden(window)
+        if self.windowed is None or self.windowed[:2] != (window, whole_images):
+            hidden = self.hidden(window, whole_images)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
             if self.view.num_rows > 1:
                 assert self.mask is not None, "rows of one token have a mask"
                 shape = self.mask.shape
                 mask = mask[:, None, None].expand(-1, shape[0] // len(mask), shape[1], -1).reshape(shape)
-            self.windowed = window, mask
-        return self.windowed[1], False
+            self.windowed = window, whole_images, mask
+        return self.windowed[2], False
 
 
 @dataclass(slots=True)
@@ -124,6 +134,8 @@ def plan_attention(
     starts: Int32s,  # [num_rows] position of each row's first token
     counts: Int32s,  # [num_rows] each row's tokens; one-token rows first, by rising `decode_bucket`
     shape: AttentionShape,
+    last_visible: Int32s
+    | None = None,  # [num_tokens] the last position that each token sees in layers with whole images
 ) -> AttentionPlan:
     """The spans of a step; its tokens lie row after row."""
     num_decode = int((counts == 1).sum())
@@ -139,6 +151,8 @@ def plan_attention(
     for row in range(num_decode, len(counts)):
         count = int(counts[row])
         spans.append(_prefill_span(at, count, tables[row : row + 1], int(starts[row]), shape))
+        if last_visible is not None:
+            spans[-1].ends = torch.from_numpy(last_visible[at : at + count] + 1).to(shape.device)
         at += count
     return AttentionPlan(at, spans)
 
@@ -197,15 +211,15 @@ def attention_torch(
     scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
-    outs, (scale, window, soft_cap, sinks) = [], form
+    outs, (scale, window, soft_cap, sinks, whole_images) = [], form
     for span in plan.spans:
         own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
         if soft_cap or sinks is not None:
             step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
-            for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
+            for part, hidden in zip(own.split(step), span.hidden(window, whole_images).split(step), strict=True):
                 outs.append(_attend_plainly(part, hidden, k, v, scale, soft_cap, sinks))
         else:
-            outs.append(_attend(own, *span.mask_within(window, q.dtype), k, v, scale))
+            outs.append(_attend(own, *span.mask_within(window, q.dtype, whole_images), k, v, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -267,7 +281,7 @@ def attention_exact(
     Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32. Products
     have one shape, sums have one length, and chunks are in order. A masked position adds an exact zero, so the result
     depends neither on other rows' lengths nor on the prompt's chunks."""
-    head_dim, (scale, window, soft_cap, sinks) = q.shape[-1], form
+    head_dim, (scale, window, soft_cap, sinks, whole_images) = q.shape[-1], form
     pad = (0, -head_dim % _ALIGNED)
     softmax = Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
     outs = []
@@ -275,7 +289,7 @@ def attention_exact(
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
         k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
         attend = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(attend(rows, k, v, span.lengths, softmax)[..., :head_dim].flatten(1))
+        outs.append(attend(rows, k, v, span.seen(window, whole_images), softmax)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
@@ -290,21 +304,21 @@ class Softmax(NamedTuple):
 
 
 def _exact_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
     """One token a row: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, length = k.shape[1:3]
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
-    lengths = lengths.repeat_interleave(num_kv_heads)
+    seen = seen.repeat_interleave(num_kv_heads, 0)
     if softmax.sinks is not None:
         softmax = softmax._replace(sinks=softmax.sinks.repeat(num_rows, 1))
-    return attend_chunks(q, k, v, lengths, softmax).view(num_rows, num_heads, head_dim)
+    return attend_chunks(q, k, v, seen, softmax).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
@@ -313,7 +327,7 @@ def _exact_prefill(
     heads = []
     for h in range(num_kv_heads):
         own = softmax if softmax.sinks is None else softmax._replace(sinks=softmax.sinks[h].expand(num_tokens, -1))
-        heads.append(attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, own))
+        heads.append(attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), seen, own))
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
@@ -321,7 +335,7 @@ def attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # shaped like k; a value's size may differ
-    lengths: torch.Tensor,  # [n] at least 1
+    seen: torch.Tensor,  # [n, 2] the first position, read with a window, and the one behind the last; at least 1
     softmax: Softmax,
 ) -> torch.Tensor:
     """[n, group, size of a value]."""
@@ -330,12 +344,12 @@ def attend_chunks(
         heads = []
         for i in range(group):
             own = softmax._replace(sinks=None if sinks is None else sinks[:, i : i + 1])
-            heads.append(attend_chunks(q[:, i : i + 1].contiguous(), k, v, lengths, own))
+            heads.append(attend_chunks(q[:, i : i + 1].contiguous(), k, v, seen, own))
         return torch.cat(heads, 1)
     if n == 1:  # a batch with one element may be split over threads in another way
-        q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
+        q, k, v, seen = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, seen))
         own = softmax if sinks is None else softmax._replace(sinks=sinks.expand(2, -1))
-        return attend_chunks(q, k, v, lengths, own)[:1]
+        return attend_chunks(q, k, v, seen, own)[:1]
     best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
     out = q.new_zeros((n, group, v.shape[-1]))
@@ -344,9 +358,9 @@ def attend_chunks(
         scores = torch.bmm(q, k[:, at : at + _CHUNK].transpose(1, 2))
         if soft_cap:  # tanh(x) as 1 - 2 / (e**2x + 1): bits of exp depend on no vector width
             scores = (1 - 2 / (scores * (2 / soft_cap)).exp_().add_(1)).mul_(soft_cap)
-        hidden = positions + at >= lengths[:, None]
+        hidden = positions + at >= seen[:, 1:]
         if window:
-            hidden |= positions + at < lengths[:, None] - window
+            hidden |= positions + at < seen[:, :1]
         scores.masked_fill_(hidden[:, None], -math.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights = scores.sub_(top).exp_()

@@ -72,6 +72,7 @@ def _decode_attention_kernel(
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
     scales_ptr,  # a quantized cache's scales (stored_kv.py), contiguous; not used without SCALES
     sinks_ptr,  # [num_heads] fp32, or None
+    last_visible_ptr,  # [num_tokens] the last position that each token sees, or None for its own; with `fixed`
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -102,6 +103,10 @@ def _decode_attention_kernel(
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, FORM.head_dim, tl.constexpr(FORM.scales))
     length = start + count
+    if last_visible_ptr is not None:
+        tokens = tl.arange(0, FORM.block_m) // FORM.group
+        last_visible = tl.load(last_visible_ptr + q_start + tokens, mask=tokens < count, other=0)
+        length = tl.max(last_visible, axis=0) + 1
     lowest = 0
     if FORM.window > 0:
         lowest = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
@@ -136,6 +141,7 @@ def _decode_attention_kernel(
     lanes = tl.arange(0, FORM.block_m)
     dims = tl.arange(0, FORM.block_d)
     q_positions = start + lanes // FORM.group
+    last_visible = q_positions if last_visible_ptr is None else tl.maximum(last_visible, q_positions)
     heads = kv_head * FORM.group + lanes % FORM.group
     num_heads = num_kv_heads * FORM.group
     used = lanes < count * FORM.group
@@ -154,7 +160,7 @@ def _decode_attention_kernel(
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
     if FORM.fixed:
         m, total, acc = attend_range(
-            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
+            q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
             tl.minimum(begin + FORM.segment, length), m, total, acc, scale_log2, FORM, True,
         )  # fmt: skip
         if alone:
@@ -165,8 +171,8 @@ def _decode_attention_kernel(
             )
         for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
-                q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * FORM.segment,
-                tl.minimum(origin + (segment + 1) * FORM.segment, length),
+                q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr,
+                origin + segment * FORM.segment, tl.minimum(origin + (segment + 1) * FORM.segment, length),
                 tl.full([FORM.block_m], FORM.lowest, tl.float32), tl.full([FORM.block_m], 0, tl.float32),
                 tl.full([FORM.block_m, FORM.block_d], 0, tl.float32), scale_log2, FORM, True,
             )  # fmt: skip
@@ -188,12 +194,12 @@ def _decode_attention_kernel(
                 new_k_scales, new_v_scales = load_scales(token_scales_ptr + places, new)
                 k_scales, v_scales = tl.where(new, new_k_scales, k_scales), tl.where(new, new_v_scales, v_scales)
             m, total, acc = attend_tile(
-                q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2, True, FORM
+                q, k, v, k_scales, v_scales, positions, q_positions, last_visible, m, total, acc, scale_log2, True, FORM
             )
             begin += FORM.block_n
         m, total, acc = attend_range(
-            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc, scale_log2, FORM,
-            True,
+            q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc,
+            scale_log2, FORM, True,
         )  # fmt: skip
         if not alone:
             store_segment(
@@ -294,7 +300,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """`paged_attention_torch` for rows with few tokens, or any number if deterministic; lengths do not shape the
     grid."""
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -317,7 +323,11 @@ def decode_attention(
     eager = splits > 1 and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
     segment = _FIXED_SEGMENT if deterministic else block_n
-    longest = min(rows.max_len, window - 1 + tile_tokens + segment) if window else rows.max_len  # positions of a tile
+    # Rows of one token end images; only a deterministic step computes long rows here.
+    last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None
+    longest = rows.max_len  # positions of a tile
+    if window and last_visible is None:
+        longest = min(longest, window - 1 + tile_tokens + segment)
     segments = -(-longest // segment)
     splits = min(splits, segments)
     if not deterministic or splits == 1:
@@ -325,7 +335,8 @@ def decode_attention(
     partial = programs * segments * tile_rows if splits > 1 else 0
     pdl = use_pdl(q)
     _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
-        q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, sinks, last_visible, out, rows.slots, rows.starts, rows.q_starts,
+        rows.tables,
         torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(partial * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device), q.stride(0),
         kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E,

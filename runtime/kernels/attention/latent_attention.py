@@ -186,7 +186,7 @@ def attend_latents(
         scores = tl.dot(q_rope, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
         m, total, weights, fade = softmax_step(
-            scores, None, None, positions, q_positions, m, total, scale_log2, True, FORM
+            scores, None, None, positions, q_positions, q_positions, m, total, scale_log2, True, FORM
         )
         acc = tl.dot(weights.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
     return m, total, acc

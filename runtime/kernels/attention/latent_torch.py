@@ -181,7 +181,7 @@ def latent_attention_exact(
         k = F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad)
         v = k[..., :rank].contiguous()
         k, v = (x.expand(len(rows), -1, -1) for x in (k, v))
-        outs.append(attend_chunks(rows, k, v, span.lengths, Softmax(0, 0.0, by_head, None)))
+        outs.append(attend_chunks(rows, k, v, span.seen(0), Softmax(0, 0.0, by_head, None)))
     mixed = torch.cat(outs).to(q.dtype)
     values = [product(mixed[:, h].contiguous()) for h, product in enumerate(up.values)]
     return torch.stack(values, 1).view(num_tokens, -1)

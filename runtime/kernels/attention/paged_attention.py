@@ -25,6 +25,7 @@ class AttentionForm(NamedTuple):
     window: int = 0  # positions that a token sees, itself included; 0 for all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
     sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
+    whole_images: bool = False  # tokens see all positions up to `last_visible`
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class PagedRows:
     max_len: int  # the most positions that a row's last token sees
     # True if no launch in this step writes a key before a row's start. A row that shares the prefix could do that.
     prefix_ready: bool = False
+    # [tokens in q] int32, the last position that each token sees in layers with whole images; None for its own
+    last_visible: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ def paged_attention_torch(
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or wider, row by row."""
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     result = q.new_empty(num_tokens, num_heads * head_dim) if out is None else out
@@ -79,8 +82,11 @@ def paged_attention_torch(
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        behind = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        hidden = (behind < 0) | (behind >= window) if window else behind < 0
+        keys, queries = torch.arange(length, device=q.device), torch.arange(start, length, device=q.device)[:, None]
+        last = queries
+        if whole_images and rows.last_visible is not None:
+            last = rows.last_visible[first:end, None]
+        hidden = (keys > last) | (keys <= queries - window) if window else keys > last
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(wide).view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - first, 1)), -1)
@@ -170,15 +176,15 @@ def load_scales(pointers, inside):
 
 @jit
 def attend_tile(
-    q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2, MASKED: tl.constexpr,
-    FORM: tl.constexpr,
+    q, k, v, k_scales, v_scales, positions, q_positions, last_visible, m, total, acc, scale_log2,
+    MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys and values to the running softmax; they may be quantized."""
     if FORM.scales != "none":
         k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     m, total, weights, fade = softmax_step(
-        scores, k_scales, v_scales, positions, q_positions, m, total, scale_log2, MASKED, FORM
+        scores, k_scales, v_scales, positions, q_positions, last_visible, m, total, scale_log2, MASKED, FORM
     )
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return m, total, acc
@@ -191,6 +197,7 @@ def softmax_step(
     v_scales,
     positions,  # [N]
     q_positions,  # [M]
+    last_visible,  # [M] the last position that each q sees
     m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
     total,  # [M] sum of 2**(score - m)
     scale_log2,  # scale * log2(e), positive
@@ -205,7 +212,7 @@ def softmax_step(
         scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / FORM.soft_cap)) + 1)
         scale_log2 = FORM.soft_cap * 1.4426950408889634
     if MASKED:
-        seen = positions[None, :] <= q_positions[:, None]
+        seen = positions[None, :] <= last_visible[:, None]
         if FORM.window > 0:
             seen &= positions[None, :] > q_positions[:, None] - FORM.window
         scores = tl.where(seen, scores, float("-inf"))
@@ -242,8 +249,8 @@ def add_sinks(m, total, sinks, SCALES: tl.constexpr):
 
 @jit
 def attend_range(
-    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2, FORM: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, q_positions, last_visible, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
     if FORM.scales == "none":
@@ -256,19 +263,20 @@ def attend_range(
             k = load_tile(pointers, inside, FORM.head_dim, FORM.block_d)
             v = load_tile(pointers + kv_stride, inside, FORM.head_dim, FORM.block_d)
             m, total, acc = attend_tile(
-                q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, FORM
+                q, k, v, None, None, positions, q_positions, last_visible, m, total, acc, scale_log2, MASKED, FORM
             )
     else:
         m, total, acc = _attend_quantized(
-            q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, FORM, MASKED
-        )
+            q, q_positions, last_visible, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, FORM,
+            MASKED,
+        )  # fmt: skip
     return m, total, acc
 
 
 @jit
 def _attend_quantized(
-    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, FORM: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, q_positions, last_visible, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`attend_range` for a quantized cache.
 
@@ -298,7 +306,7 @@ def _attend_quantized(
         scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
         m, total, weights, fade = softmax_step(
-            scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, FORM
+            scores, k_scales, v_scales, positions, q_positions, last_visible, m, total, 1.0, MASKED, FORM
         )
         weights = weights.to(q.dtype)
         even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")

@@ -70,6 +70,7 @@ def _prefill_attention_kernel(
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
     scales_ptr,  # a quantized cache's scales (stored_kv.py), contiguous; not used without SCALES
     sinks_ptr,  # [num_heads] fp32, or None
+    last_visible_ptr,  # [num_tokens] the last position that each token sees, or None for its own
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -107,6 +108,10 @@ def _prefill_attention_kernel(
     if count <= 0:
         return
     begin, end = 0, start + count
+    if last_visible_ptr is not None:
+        tokens = tl.arange(0, FORM.block_m) // FORM.group
+        last_visible = tl.load(last_visible_ptr + q_start + tokens, mask=tokens < count, other=0)
+        end = tl.max(last_visible, axis=0) + 1
     seen_by_all = (start + 1) // FORM.block_n * FORM.block_n
     if FORM.window > 0:
         begin = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
@@ -125,6 +130,7 @@ def _prefill_attention_kernel(
     lanes = tl.arange(0, FORM.block_m)
     dims = tl.arange(0, FORM.block_d)
     q_positions = start + lanes // FORM.group
+    last_visible = q_positions if last_visible_ptr is None else tl.maximum(last_visible, q_positions)
     heads = kv_head * FORM.group + lanes % FORM.group
     whole = (lanes < count * FORM.group)[:, None] & (dims < FORM.head_dim)[None, :]
     q_tokens = (q_start + lanes // FORM.group).to(tl.int64)
@@ -139,12 +145,12 @@ def _prefill_attention_kernel(
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, FORM.head_dim, tl.constexpr(FORM.scales))
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all, m, total, acc, scale_log2,
-        FORM, False,
+        q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all, m, total, acc,
+        scale_log2, FORM, False,
     )  # fmt: skip
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end, m, total, acc, scale_log2,
-        FORM, True,
+        q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end, m, total, acc,
+        scale_log2, FORM, True,
     )  # fmt: skip
     if FORM.shared:  # noqa: SIM102  # a constant, without which the names below are unknown
         if segments > 1:
@@ -229,7 +235,7 @@ def prefill_attention(
     """`paged_attention_torch` for rows with any number of tokens."""
     if deterministic:
         return decode_attention(q, kv, rows, form, scales, deterministic=True, out=out)
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -244,14 +250,16 @@ def prefill_attention(
     places = rows.num_tokens // tile_tokens + rows.num_rows
     shared = _PROGRAMS_PER_SM * num_sms(q.device)
     # Split only where tiles leave programs idle. Merging results for 256-wide heads exceeds the registers, and a
-    # quantized cache was not measured.
+    # quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
-    if 2 * tiles > shared or not short or block_d > 128 or scales is not None:
+    last_visible = rows.last_visible if whole_images else None
+    if 2 * tiles > shared or not short or block_d > 128 or scales is not None or last_visible is not None:
         shared = 0
     pdl = use_pdl(q)
     # One grid dimension: the others hold no more than 65,535 places each.
     _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
-        q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, sinks, last_visible, out, rows.slots, rows.starts, rows.q_starts,
+        rows.tables,
         torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
         q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,

@@ -53,6 +53,27 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.d
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
 
 
+def rope_axes(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """[head_dim] the position that turns each column of a table: 0 by frame, 1 by row, 2 by column (M-RoPE, arXiv
+    2409.12191)."""
+    axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+    if rope.mixed_sections:
+        for axis in (1, 2):
+            axes[axis : 3 * rope.sections[axis] : 3] = axis
+    elif rope.sections:
+        stated = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+        axes[: len(stated)] = stated[: len(axes)]
+    return axes.repeat(2)
+
+
+def rope_table_of_step(table: torch.Tensor, axes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[2, num_tokens, head_dim]: a table's row for each token, with each column from the row of its axis.
+
+    `axes` come from `rope_axes`; `positions` are [3, num_tokens]. Equal positions give the table's own rows."""
+    rows = positions[axes].T.long()
+    return table.gather(1, rows.expand(2, -1, -1))
+
+
 def query_scale_table(rope: RopeSpec, num_positions: int) -> torch.Tensor | None:
     """[num_positions, 1, 1] float32: a factor of q by position (arXiv 2501.19399); None if all are 1."""
     if not rope.query_beta or num_positions <= rope.original_positions:

@@ -19,6 +19,7 @@ class TiledRows:
     num_tokens: int
     tiles: torch.Tensor  # int32 [tiles, 4]: first token, number of tokens, table row, the first token's position
     tables: torch.Tensor  # int32 [rows, max_blocks]
+    last_visible: torch.Tensor | None = None  # int32 [num_tokens], in layers with whole images (paged_attention.py)
 
 
 def attention_tiles(starts: Int32s, counts: Int32s, rows: Int32s, tile: int = TILE) -> Int32s:

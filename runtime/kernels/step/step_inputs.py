@@ -25,6 +25,7 @@ def build_inputs_torch(
     own_counts: torch.Tensor | None = None,  # [num_rows] int32: a row's real tokens; the rest is padding
     adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, has the row stride of tokens
     num_groups: int = 1,  # layer groups with their own tables
+    rope_deltas: torch.Tensor | None = None,  # [num_slots + 1] int32, has the row stride of tokens; positions add them
 ) -> Inputs:
     """token ids, positions, kv_index and perhaps adapters: int32 [num_tokens].
 
@@ -39,6 +40,8 @@ def build_inputs_torch(
     token_ids = tokens[slot_of, positions.long()]
     own = tables.view(len(tables), num_groups, -1)[slot_of, :, positions // block_size].T
     kv_index = own * block_size + positions % block_size
+    if rope_deltas is not None:
+        positions = positions + rope_deltas[slot_of]
     if own_counts is not None:
         is_own = step - q_starts[row_of] < own_counts[row_of]
         token_ids, kv_index = token_ids * is_own, kv_index * is_own
@@ -67,6 +70,7 @@ def _build_inputs_kernel(
     tables_ptr,  # [num_slots + 1, GROUPS * max_blocks], rows stride apart
     own_counts_ptr,  # [num_rows]; read with OWN_COUNTS
     adapters_ptr,  # [num_slots + 1], stride apart; read with ADAPTERS
+    rope_deltas_ptr,  # [num_slots + 1], stride apart, or None
     out_ptr,  # [2 + GROUPS, num_tokens], or [3 + GROUPS, num_tokens]
     stride,
     num_rows,
@@ -93,7 +97,11 @@ def _build_inputs_kernel(
     token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=known, other=0)
     out = out_ptr + first + at
     tl.store(out, token_ids, mask=own)
-    tl.store(out + num_tokens, positions, mask=own)
+    if rope_deltas_ptr is None:
+        tl.store(out + num_tokens, positions, mask=own)
+    else:
+        deltas = tl.load(rope_deltas_ptr + slots * stride, mask=inside[:, None], other=0)
+        tl.store(out + num_tokens, positions + deltas, mask=own)
     for group in tl.static_range(tl.constexpr(FORM.groups)):
         entries = tables_ptr + slots * stride + group * max_blocks + positions // block_size
         blocks = tl.load(entries, mask=known, other=0)
@@ -116,6 +124,7 @@ def build_inputs(
     own_counts: torch.Tensor | None = None,
     adapters: torch.Tensor | None = None,
     num_groups: int = 1,
+    rope_deltas: torch.Tensor | None = None,
 ) -> Inputs:
     """`build_inputs_torch` as one kernel; its grid depends only on ints of the host."""
     num_rows = len(slots)
@@ -125,7 +134,7 @@ def build_inputs(
     pdl = use_pdl(out)
     _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
         slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts,
-        slots if adapters is None else adapters, out, tokens.stride(0), num_rows, num_tokens, block_size,
+        slots if adapters is None else adapters, rope_deltas, out, tokens.stride(0), num_rows, num_tokens, block_size,
         tables.shape[1] // num_groups,
         FORM=InputsForm(
             groups=num_groups, rows=_TILE // per_row, tokens=per_row, own_counts=own_counts is not None,

@@ -14,7 +14,9 @@ _LABEL = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?))$",
     re.IGNORECASE,
 )
+_IMAGE_ENCODER = re.compile(r"mmproj", re.IGNORECASE)
 _OTHER_FILES = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # image encoders; data for quantization
+_ENCODER_LABELS = ("BF16", "F16", "FP16", "F32", "FP32")  # the preferred ones, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,17 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
         match = _LABEL.search(stem) or _LABEL.fullmatch(folder.rpartition("/")[2])
         models.setdefault(files[0], GgufModel(files, match["label"].upper() if match else ""))
     return list(models.values())
+
+
+def image_encoders(names: Iterable[str]) -> list[str]:
+    """Return the image encoders among one folder's files, the preferred one first."""
+
+    def place(name: str) -> tuple[int, str]:
+        words = re.split(r"[-._]", name.upper())
+        return next((i for i, label in enumerate(_ENCODER_LABELS) if label in words), len(_ENCODER_LABELS)), name
+
+    files = (name for name in names if name.endswith(".gguf") and _IMAGE_ENCODER.search(name.rpartition("/")[2]))
+    return sorted(files, key=place)
 
 
 def choose(models: Sequence[GgufModel], asked: str, where: str) -> GgufModel:

@@ -59,12 +59,14 @@ _QWEN_3_MOE = _QWEN_2_MOE | {
 }  # fmt: skip
 _QWEN_3_VL = _QWEN_2 | {
     "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0, "max_window_layers": 0,
+    "mrope_section": (24, 20, 20), "mrope_interleaved": True,
 }  # fmt: skip
 _QWEN_3_5 = _LLAMA | _NO_EOS | {
     "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4,
     "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": _OrNull(0.25), "layer_types": None,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "mrope_section": (11, 11, 10), "mrope_interleaved": True,
 }  # fmt: skip
 _QWEN_3_5_MOE = _QWEN_3_5 | {
     "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
@@ -72,7 +74,7 @@ _QWEN_3_5_MOE = _QWEN_3_5 | {
 }  # fmt: skip
 _QWEN_3_NEXT = _QWEN_3_5_MOE | {
     "vocab_size": 151936, "num_hidden_layers": 48, "decoder_sparse_step": 1, "mlp_only_layers": None,
-    "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True,
+    "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True, "mrope_section": (),
 }  # fmt: skip
 _GEMMA_2 = _LLAMA | {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

@@ -37,8 +37,9 @@ def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
 def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec for a text model's config, or for a text part's."""
     ropes = ropes_by_kind(config)
-    full = _attention({**config, **ropes[0]}, qk_norm="head")
-    sliding = _attention({**config, "rope_theta": config["rope_local_base_freq"], **ropes[1]}, qk_norm="head")
+    own: dict[str, Any] = {"qk_norm": "head", "whole_images": True}
+    full = _attention({**config, **ropes[0]}, **own)
+    sliding = _attention({**config, "rope_theta": config["rope_local_base_freq"], **ropes[1]}, **own)
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
     return _decoder(config, full, sliding, pattern)
 

@@ -70,7 +70,8 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         for kind in ("full_attention", "sliding_attention")
     )
     full = replace(full, head_dim=dim, num_kv_heads=kv_heads, keys_as_values=config["attention_k_eq_v"])
-    sliding = replace(sliding, window=config["sliding_window"])
+    whole_images = config.get("use_bidirectional_attention") == "vision"
+    sliding = replace(sliding, window=config["sliding_window"], whole_images=whole_images)
     factor = 2 if config["use_double_wide_mlp"] else 1  # in layers with shared keys and values
     ffn, wide = gemma.ffn(config), gemma.ffn(config, size=factor * config["intermediate_size"])
     if config["enable_moe_block"]:

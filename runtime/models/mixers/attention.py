@@ -51,6 +51,7 @@ class AttentionMixer(Mixer):
                 window=spec.window if spec.window < num_positions else 0,
                 soft_cap=spec.soft_cap,
                 sinks=maps.dense(f"{prefix}sinks").float() if spec.sinks else None,
+                whole_images=spec.whole_images,
             ),
         )
 

@@ -14,6 +14,11 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
+def takes_images(architecture: str) -> bool:
+    """Return True if the family's models have an image encoder."""
+    return architecture in _TOWERS
+
+
 def tower_spec(config: Config) -> TowerSpec | None:
     """Return the image encoder that a config.json describes; None for a model that takes no images.
 
@@ -321,6 +326,9 @@ def _gemma4(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
         position_shape=(2, vision["position_embedding_size"], hidden),
         rope="axes",
         rope_theta=_theta(vision, 100.0),
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        doubles_pixels=True,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -43,12 +44,16 @@ class Tower:
         self._projector = build.steps(spec.projector)
         self._deepstack = {layer: build.steps(spec.deepstack_projector, i) for i, layer in enumerate(spec.deepstack)}
         mean, std = (torch.tensor(values, dtype=torch.float32) for values in (spec.mean, spec.std))
+        if spec.doubles_pixels:
+            mean, std = mean + 0.5 * std, 0.5 * std
         self._factor, self._offset = (x.to(numerics.device) for x in (1 / (255 * std), mean / std))
 
     @torch.inference_mode()
-    def encode(self, image: Image) -> torch.Tensor:
-        """[num_embeddings, spec.width] of an image, its pictures in order, in the compute dtype."""
-        data = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+    def encode(self, image: Image, upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy) -> torch.Tensor:
+        """[num_embeddings, spec.width] of an image, its pictures in order, in the compute dtype.
+
+        `upload` copies pixels to the device."""
+        data = upload(np.frombuffer(bytearray(image.pixels), np.uint8))
         sizes = [height * width * 3 for height, width in image.sizes]
         pictures = list(zip(image.sizes, data.split(sizes), strict=True))
         at_once = 1 if self._numerics.device.type == "cpu" else _TILES_AT_ONCE

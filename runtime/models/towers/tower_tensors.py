@@ -12,12 +12,11 @@ import torch
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
+from runtime.models.towers.names import LIMITS, short_names
 from runtime.quant.weight_format import TensorSource
 
 # Wrappers around towers, which versions of transformers name differently
 _WRAPPERS = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
-_LIMITS = ("input_min", "input_max", "output_min", "output_max")
-_LAYER = re.compile(r"^(layers\.|deepstack\.)(\d+)\.")
 
 
 class ReadParameter(Protocol):
@@ -33,22 +32,6 @@ def tower_tensors(names: Iterable[str], spec: TowerSpec) -> dict[str, str]:
     """Return the tensor of each parameter, among a checkpoint's names. Missing ones have their short name."""
     stored = {_WRAPPERS.sub("", name): name for name in names}
     return {parameter: stored.get(name, name) for parameter, name in short_names(spec).items()}
-
-
-def short_names(spec: TowerSpec) -> dict[str, str]:
-    """Return the tensor of each parameter, without wrappers."""
-    return {parameter: _short_name(spec, parameter) for parameter in spec.shapes()}
-
-
-def _short_name(spec: TowerSpec, parameter: str) -> str:
-    part = _LAYER.sub(r"\1{}.", parameter)
-    if part not in spec.names:  # a map's name precedes .weight and .bias
-        part, suffix = part.rsplit(".", 1)
-        name = f"{spec.names[part]}.{suffix}"
-    else:
-        name = spec.names[part]
-    match = _LAYER.match(parameter)
-    return name.format(match[2]) if match else name
 
 
 class _FromSource:
@@ -84,9 +67,9 @@ class _FromSource:
         if not self._spec.limits or name == "patch":
             return ()
         stem = self._names[f"{name}.weight"].removesuffix("linear.weight")
-        if stem + _LIMITS[0] not in self._source:
+        if stem + LIMITS[0] not in self._source:
             return ()
-        return tuple(float(self._source.tensor(stem + limit, torch.float32)) for limit in _LIMITS)
+        return tuple(float(self._source.tensor(stem + limit, torch.float32)) for limit in LIMITS)
 
 
 def read_from(source: TensorSource, spec: TowerSpec, numerics: Numerics) -> ReadParameter:

@@ -108,7 +108,7 @@ class CpuSteps(Steps):
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
             return self._replayed(plan, self.tapes)
         self._begin_forward(plan)
-        step = build_input(plan, self.slots, self.attention_shapes, self.is_tiled, self.cache.spec.groups)
+        step = build_input(plan, self.slots, self.attention_shapes, self.is_tiled, self.cache.spec.groups, self.images)
         step.batch.embeds = self._embeds(plan, step.last - plan.num_tokens + 1, self.copies)
         hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
@@ -121,7 +121,7 @@ class CpuSteps(Steps):
     def _replayed(self, plan: StepPlan, tapes: DecodeTapes) -> StepWork:
         """Run decode rows by a tape. The processor's caches are cold after it: each torch operation takes
         about 50 microseconds."""
-        step = build_decode_input(plan, self.slots, self.cache.block_size)
+        step = build_decode_input(plan, self.slots, self.cache.block_size, self.images)
         hidden, logits = tapes.run(step.batch)
         return StepWork(
             plan, step.sampled_slots, step.sampled_positions, self.slots.flat_tokens, self.max_model_len, self.copies,
@@ -134,7 +134,7 @@ class CpuSteps(Steps):
         if plan.has_images or any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
             return False
         samples = bool((plan.num_tokens == 1).all() and (plan.num_samples == 1).all())
-        return samples and not self.slots.adapters[plan.slots].any()
+        return samples and not self.images.reach(plan) and not self.slots.adapters[plan.slots].any()
 
     def _sample(self, work: StepWork, masks: TokenMasks | None) -> None:
         if not len(work.logits):

@@ -16,6 +16,7 @@ from runtime.kernels.attention.attention_torch import AttentionShape, decode_buc
 from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch, GroupRows
 from runtime.worker.cpu.slots import Slots
+from runtime.worker.image_positions import ImagePositions
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ def build_input(
     shapes: Sequence[AttentionShape],  # each group's shape
     tiled: bool,  # inputs for compiled kernels' attention
     groups: Sequence[KVGroupSpec],  # KV cache groups
+    images: ImagePositions,
 ) -> StepInput:
     """`plan` has at least one row, and its table writes are in `slots`."""
     order = np.arange(len(plan.slots)) if tiled else _row_order(plan)
@@ -48,13 +50,15 @@ def build_input(
     kv_index = slots.tables[:, slot_of, positions // size].astype(np.int64) * size + positions % size
     token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(device)
 
+    rotary, last_visible = images.for_rows(rows, starts, counts)
     attention: list[AttentionMetadata]
     if tiled:
         tiles = torch.from_numpy(attention_tiles(starts, counts, rows))
-        attention = [TiledRows(int(ends[-1]), tiles, tables) for tables in slots.all_tables]
+        seen = None if last_visible is None else torch.from_numpy(last_visible)
+        attention = [TiledRows(int(ends[-1]), tiles, tables, seen) for tables in slots.all_tables]
     else:
         attention = [
-            plan_attention(_live_blocks(tables[rows], starts, group.window, size), starts, counts, shape)
+            plan_attention(_live_blocks(tables[rows], starts, group.window, size), starts, counts, shape, last_visible)
             for tables, group, shape in zip(slots.tables, groups, shapes, strict=True)
         ]
     first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
@@ -62,10 +66,11 @@ def build_input(
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
     batch = ForwardBatch(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
-        positions=torch.from_numpy(positions).to(device),
+        positions=torch.from_numpy(images.shifted(slot_of, positions)).to(device),
         groups=list(map(GroupRows, torch.from_numpy(np.ascontiguousarray(kv_index)).to(device), attention)),
         adapters=torch.from_numpy(slots.adapters[slot_of]).to(device) if slots.adapters[rows].any() else None,
         states=slots.state_rows(rows, starts, counts),
+        rope_positions=None if rotary is None else torch.from_numpy(rotary).to(device),
     )
     return StepInput(
         batch,
@@ -76,14 +81,14 @@ def build_input(
     )
 
 
-def build_decode_input(plan: StepPlan, slots: Slots, block_size: int) -> StepInput:
+def build_decode_input(plan: StepPlan, slots: Slots, block_size: int, images: ImagePositions) -> StepInput:
     """`build_input` for rows of one token each, in the plan's order, for compiled kernels."""
     rows, positions = plan.slots, plan.num_computed.astype(np.int64)
     tokens = slots.tokens.numpy()[rows, positions]
     places = slots.tables[:, rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     index = np.arange(len(rows))
     tiles = np.stack((index, np.ones_like(index), rows, positions), 1).astype(np.int32)
-    inputs = torch.from_numpy(np.stack((tokens, positions, *places)).astype(np.int64))
+    inputs = torch.from_numpy(np.stack((tokens, images.shifted(rows, positions), *places)).astype(np.int64))
     attention = [TiledRows(len(rows), torch.from_numpy(tiles), tables) for tables in slots.all_tables]
     sampling, _ = last_tokens(plan, plan.num_samples)
     states = slots.state_rows(rows, positions, plan.num_tokens, True)

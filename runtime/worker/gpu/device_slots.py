@@ -1,7 +1,7 @@
 """DeviceSlots: the requests' state on the device, one int32 row for each slot.
 
     state[slot] = [ token ids: max_model_len | block tables: num_groups * max_blocks | sampling parameters: NUM_PARAMS
-                    | adapter | places of states: 4 ]
+                    | adapter | places of states: 4 | rope delta ]
 
 The last row, the null slot, belongs to graphs' padding. Its table and its parameters remain zero, so that padded
 rows compute into the null block. Its tokens count as prompt tokens.
@@ -37,7 +37,7 @@ class DeviceSlots:
         max_blocks, self._factors = -(-max_model_len // block_size), np.array(table_factors, np.int32)
         self.table_at, self.params_at = max_model_len, max_model_len + len(table_factors) * max_blocks
         self.places_at = self.params_at + NUM_PARAMS + 1
-        self.stride = -(-(self.places_at + 4) // 4) * 4
+        self.stride = -(-(self.places_at + 5) // 4) * 4
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
         self.flat_state = self.state.view(-1)
         self.tokens = self.state[:, :max_model_len]
@@ -47,6 +47,7 @@ class DeviceSlots:
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.adapters = self.state[:, self.params_at + NUM_PARAMS]
         self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/step/state_rows.py
+        self.rope_deltas = self.state[:, self.places_at + 4]
         self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters, on the host
         self.prompt_ends = np.zeros(num_slots, np.int32)  # positions of the prompts' last tokens, on the host
 
@@ -57,9 +58,9 @@ class DeviceSlots:
         self.adapter_of[:] = 0
         self.prompt_ends[:] = 0
 
-    def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
-        """The plan's state changes: block tables, new requests with their row in `params`, draft tokens. The
-        arrays, end to end, have the layout in kernels/step/scatter_writes.py."""
+    def writes(self, plan: StepPlan, params: Int32s, rope_deltas: Int32s) -> list[Int32s]:
+        """The plan's state changes: block tables, new requests with their rows in `params` and `rope_deltas`, draft
+        tokens. The arrays, end to end, have the layout in kernels/step/scatter_writes.py."""
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids) or plan.snapshots.size):
             return [NO_WRITES]
         taken = {slot: place for slot, *place in plan.snapshots.T.tolist()}
@@ -73,7 +74,8 @@ class DeviceSlots:
         lengths: list[int] = np.diff(first, append=len(at)).tolist()
         for new in plan.new:
             row = new.slot * self.stride
-            last = new.adapter, new.state, new.prompt_len - 1, *taken.pop(new.slot, (0, 0))
+            place = new.state, new.prompt_len - 1, *taken.pop(new.slot, (0, 0))
+            last = new.adapter, *place, rope_deltas[new.slot]
             places += (row, row + self.params_at)
             lengths += (len(new.token_ids), NUM_PARAMS + len(last))
             values += (new.token_ids, params[new.slot], np.array(last, np.int32))

@@ -26,7 +26,7 @@ from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import NO_WRITES, DeviceSlots
 from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape, GraphRunner
 from runtime.worker.gpu.step_kernels import StepKernels
-from runtime.worker.gpu.step_rows import MixedShape, token_offsets
+from runtime.worker.gpu.step_rows import MixedShape, short_first, token_offsets
 from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.ranks.split_logits import SplitLogits
@@ -77,7 +77,7 @@ class GpuSteps(Steps):
         if plan.num_steps > 1:
             return self._repeated_graph(plan) or UnrolledSteps(self, plan)
         self._free_and_open(plan)
-        writes = self.slots.writes(plan, self.sampler.rows)
+        writes = self.slots.writes(plan, self.sampler.rows, self.images.deltas)
         sampling, sampled_after = last_tokens(plan, plan.num_samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         is_plain = self.sampler.is_plain(slots, positions)
@@ -98,12 +98,13 @@ class GpuSteps(Steps):
     def graphs_for(self, plan: StepPlan, needs: Needs) -> Graphs:
         """The graphs that compute the plan one after another, each with its part; empty if the plan is launched.
 
-        - Graphs do not keep all tokens' states, and decode graphs keep none at all. None reads embeddings of images.
+        - Graphs do not keep all tokens' states, and decode graphs keep none at all.
         - A decode graph's attention reads prefixes before the step's own keys are written. A new request may
           share a prefix that this very step computes, so it is never in a decode graph.
         - Several graphs would read the experts' weights several times, which one large step reads once.
-        - With states, a decode graph computes single steps, and prompt pieces would begin within a chunk."""
-        if needs is Needs.ALL_STATES or plan.has_images:
+        - With states, a decode graph computes single steps, and prompt pieces would begin within a chunk.
+        - No graph reads an image's embeddings. Behind images, graphs shift rotary positions."""
+        if needs is Needs.ALL_STATES or plan.has_images or self.images.reach(plan):
             return []
         graph_runner = self.adapter_graphs if self._has_adapters(plan) else self.graph_runner
         has_states = self.cache.states is not None
@@ -121,7 +122,7 @@ class GpuSteps(Steps):
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
         if not self.sampler.is_plain(slots, positions):
             return None
-        return RepeatedGraph(self, plan, graphs[0][0], self.slots.writes(plan, self.sampler.rows))
+        return RepeatedGraph(self, plan, graphs[0][0], self.slots.writes(plan, self.sampler.rows, self.images.deltas))
 
     def _has_adapters(self, plan: StepPlan) -> bool:
         return self.decoder.adapters is not None and self.slots.has_adapters(plan)
@@ -264,9 +265,11 @@ class StagedStep(StepProgram):
         steps._begin_forward(plan)
         self.shape = MixedShape.of(plan)
         self.rows = steps.transfers.upload(self.shape.pack(plan, steps.num_slots))
-        offsets = token_offsets(plan)
+        offsets, order = token_offsets(plan), short_first(plan)
         embeds = steps._embeds(plan, offsets + plan.num_computed, steps.transfers)
-        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds)
+        seen = steps.images.for_rows(plan.slots[order], plan.num_computed[order], plan.num_tokens[order])
+        given = [None if array is None else steps.transfers.upload(array) for array in seen]
+        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds, *given)
         work.last = offsets + plan.ends - 1
         if self.shape.num_samples:
             work.sampled_states = work.hidden.index_select(0, self.shape.split(self.rows)[3])

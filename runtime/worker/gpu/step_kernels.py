@@ -31,6 +31,7 @@ class StepKernels:
         self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] the last replay's
         self.graph_hidden = torch.empty(0, device=cache.device)  # [num_samples, hidden] the last replay with prompts
         self.num_groups = len(cache.spec.groups)
+        self.rope_deltas = slots.rope_deltas if decoder.spec.rope_has_sections else None
         self.row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=cache.device)
 
     def allocate_outputs(self, num_samples: int) -> None:
@@ -42,7 +43,13 @@ class StepKernels:
         self.graph_hidden = torch.empty(shape, dtype=numerics.dtype, device=device)
 
     def forward(
-        self, shape: MixedShape, rows: torch.Tensor, has_adapters: bool, embeds: Embeds | None = None
+        self,
+        shape: MixedShape,
+        rows: torch.Tensor,
+        has_adapters: bool,
+        embeds: Embeds | None = None,
+        rope_positions: torch.Tensor | None = None,  # [3, num_tokens] where the step reaches images
+        last_visible: torch.Tensor | None = None,  # [num_tokens] likewise
     ) -> torch.Tensor:
         """The tokens' hidden states in prompts and decoding rows, [num_tokens, hidden]."""
         slots, starts, q_starts, *_ = shape.split(rows)
@@ -50,7 +57,7 @@ class StepKernels:
         num_tokens, num_short, num_long, _, max_count, max_len = shape
         inputs = build_inputs(
             slots, starts, q_starts, self.slots.tokens, self.slots.tables, self.cache.block_size, num_tokens, max_count,
-            None, adapters, self.num_groups,
+            None, adapters, self.num_groups, self.rope_deltas,
         )  # fmt: skip
         tables = self.slots.tables_of_groups[0]
         attending = []
@@ -59,11 +66,21 @@ class StepKernels:
                 part = slice(first, first + size)
                 q_starts_of_part = q_starts[first : first + size + 1]
                 attending.append(
-                    PagedRows(slots[part], starts[part], q_starts_of_part, tables, size, tokens, most, max_len)
+                    PagedRows(
+                        slots[part],
+                        starts[part],
+                        q_starts_of_part,
+                        tables,
+                        size,
+                        tokens,
+                        most,
+                        max_len,
+                        last_visible=last_visible,
+                    )
                 )
         states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
         batch = self._batch(inputs, num_tokens, attending, states)
-        batch.embeds = embeds
+        batch.embeds, batch.rope_positions = embeds, rope_positions
         return self.decoder.forward(batch, self.cache.layers)
 
     def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:
@@ -106,7 +123,7 @@ class StepKernels:
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(
             slots, starts, firsts, tokens, tables, self.cache.block_size, num_tokens, count,
-            None if count == 1 else own_counts, adapters, self.num_groups,
+            None if count == 1 else own_counts, adapters, self.num_groups, self.rope_deltas,
         )  # fmt: skip
         tables = self.slots.tables_of_groups[0]
         rows = PagedRows(

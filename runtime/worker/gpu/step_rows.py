@@ -68,7 +68,7 @@ class MixedShape(NamedTuple):
         packed = np.zeros(self.num_ints, np.int32)
         slots, starts, q_starts, sampled, sampled_slots, positions = self.split(packed)
         slots[:] = sampled_slots[:] = null_slot
-        order, num_short = _short_first(plan), int((plan.num_tokens == 1).sum())
+        order, num_short = short_first(plan), int((plan.num_tokens == 1).sum())
         at = np.arange(len(order))
         at[num_short:] += self.num_short - num_short
         slots[at], starts[at] = plan.slots[order], plan.num_computed[order]
@@ -102,12 +102,13 @@ def cut(plan: StepPlan, sizes: Sequence[int]) -> list[StepPlan]:
 
 def token_offsets(plan: StepPlan) -> Int32s:
     """[num_rows] the index in the step at which each row's token at position 0 would be, in the plan's order."""
-    order = _short_first(plan)
+    order = short_first(plan)
     counts = plan.num_tokens[order]
     offsets = np.empty(len(order), np.int32)
     offsets[order] = np.cumsum(counts) - counts - plan.num_computed[order]
     return offsets
 
 
-def _short_first(plan: StepPlan) -> np.ndarray:
+def short_first(plan: StepPlan) -> np.ndarray:
+    """The order of a plan's rows in a step with prompts."""
     return np.argsort(plan.num_tokens > 1, kind="stable")

@@ -17,7 +17,9 @@ import torch
 _FIRST_BYTES = 64 << 10
 _ALIGNMENT = 16  # bytes
 
-_TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
+_TORCH: dict[Any, torch.dtype] = {
+    np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32, np.uint8: torch.uint8,
+}  # fmt: skip
 
 T = TypeVar("T")
 

@@ -30,7 +30,8 @@ class ChatIds(NamedTuple):
 
     token_ids: list[int]
     message_format: MessageFormat | None  # the format of the message after it; None if all is content
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[ImageSpan, ...]
+    unseen: tuple[str, ...]  # kinds of parts in the messages that the model does not see
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
@@ -43,11 +44,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
         """Return the prompt; `where` is the client's field with the messages."""
-        ids, form, images = self.prompt(request, model, where)
+        ids, form, images, ignored = self.prompt(request, model, where)
         assert model.chats is not None, "the prompt was made with it"
         prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
         predicted = _predicted(request, model)
-        ignored = unseen("messages", request, model)
         if request.prediction is not None and not predicted:
             ignored += ("prediction",)
         if request.thinking_token_budget is not None and not model.chats.limits_reasoning:
@@ -66,7 +66,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             if message.role not in roles:
                 known = ", ".join(map(repr, [*ROLES, *sorted(roles.difference(ROLES))]))
                 raise invalid(f"messages.{i}.role", f"is {message.role!r}; this model's messages have {known}")
-        unseen("messages", request, model)
+        ignored = unseen("messages", request, model)
 
         def encode(messages: list[dict[str, Any]]) -> tuple[list[int], MessageFormat | None]:
             prompt = chats.prompt(messages, request)
@@ -74,7 +74,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
         ids, form = encode(request.template_messages(model.images is not None))
         ids, images = with_images(request, model, ids, lambda messages: encode(messages)[0], where)
-        return ChatIds(ids, form, images)
+        return ChatIds(ids, form, images, ignored)
 
     def parts(self, request: ChatRequest, model: ServedModel) -> dict[str, int]:
         """Return the tokens in tools and in instructions, without the template's words around them."""

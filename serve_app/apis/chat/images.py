@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,11 @@ from runtime.base.images import ImageSpan
 from runtime.base.types import CallboardError
 from runtime.media.expand import PreparedImage
 from runtime.media.processor import ImageProcessor
-from runtime.media.source import ImageSource
+from runtime.media.source import ImageFault, TooManyPixels
 from runtime.output.fields import FieldError, invalid, shown
 from serve_app.apis.chat.messages import ImagePart
 from serve_app.apis.chat.request import ChatRequest
+from serve_app.protocol.errors import ImagesTooLarge
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.shapes import kinds_in
 
@@ -46,7 +48,7 @@ def with_images(
             raise invalid(name, f"is {shown(value)}, which no prompt with images has; leave it out")
     if len(parts) > (most := images.limits.max_images):
         raise invalid(parts[most].path, f"is image {most + 1} of {len(parts)}; this server allows {most} (max_images)")
-    prepared = [_prepared(part, images) for part in parts]
+    prepared = _prepared(parts, images)
     try:
         found, spans = images.expand(ids, prepared)
     except CallboardError as e:
@@ -58,14 +60,20 @@ def with_images(
     return found, spans
 
 
-def _prepared(part: ImagePart, images: ImageProcessor) -> PreparedImage:
-    def make(source: ImageSource) -> PreparedImage:
+def _prepared(parts: list[ImagePart], images: ImageProcessor) -> list[PreparedImage]:
+    prepared: list[PreparedImage] = []
+    too_large: dict[str, str] = {}  # each part's problem
+    for part in parts:
         try:
-            return images.prepare([source])[0]
-        except CallboardError as e:
-            raise FieldError(part.path, f"{part.path}: {e}") from e
-
-    return part.image(make)
+            prepared.append(part.image(images.prepare_one))
+        except TooManyPixels as e:
+            too_large[part.path] = str(e)
+        except ImageFault as e:
+            raise invalid(part.path, str(e)) from e
+    if too_large:
+        path, problem = next(iter(too_large.items()))
+        raise ImagesTooLarge(f"{path} {problem}.", [*too_large], math.isqrt(images.limits.max_image_pixels))
+    return prepared
 
 
 def _message_at_fault(

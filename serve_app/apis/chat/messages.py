@@ -91,27 +91,28 @@ class OtherPart(RequestModel):
 class ImagePart(OtherPart):
     """A picture, in the form of any API. A model that takes no images sees a note in its place."""
 
-    _path: str = PrivateAttr("messages")  # the client's field with the part
+    _path: str = PrivateAttr("")  # the client's field with the part; empty in a stored conversation
     _is_new: bool = PrivateAttr(False)  # true in a new message, false in the history and in a tool's result
     _image: Any = PrivateAttr(None)
 
     @property
     def path(self) -> str:
-        return self._path
+        return self._path or "messages"
 
     @property
     def is_new(self) -> bool:
         return self._is_new
 
     def place(self, path: str, is_new: bool) -> None:
-        """Note where the client sent the part."""
-        self._path, self._is_new = path, is_new
+        """Note where the client sent the part. A translated request is checked again, by a chat's paths."""
+        if not self._path:
+            self._path, self._is_new = path, is_new
 
     def image(self, make: Callable[[ImageSource], T]) -> T:
         """Return the result of `make`, which is called once, with the picture. Raises FieldError for a form that no
         API has."""
         if self._image is None:
-            self._image = make(source_of(self._path, {"type": self.type, **(self.model_extra or {})}))
+            self._image = make(source_of(self.path, {"type": self.type, **(self.model_extra or {})}))
         return self._image  # type: ignore[no-any-return]
 
 
@@ -274,7 +275,8 @@ class ChatMessage(RequestModel):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def images(self) -> list[ImagePart]:
-        return [part for part in self.content or () if isinstance(part, ImagePart)]
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part for part in parts if isinstance(part, ImagePart)]
 
     def as_template_sees_it(self, takes_images: bool = False) -> dict[str, Any]:
         """Return the message for the template, which sees no picture, only where one stands."""

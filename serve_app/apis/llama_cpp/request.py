@@ -12,7 +12,7 @@ from serve_app.protocol.dialects import LLAMA_CPP
 from serve_app.protocol.sampling import MAX_BIASES
 from serve_app.protocol.shapes import RequestModel, only
 
-_NO_IMAGES = only(None, [], remedy="images and sounds are not supported; leave it out")
+_NO_IMAGES = only(None, [], remedy="send images to /v1/chat/completions")
 _RANDOM_SEEDS = (-1, (1 << 32) - 1)  # the second is the first without a sign
 _MILLISECONDS = Annotated[int, Field(ge=-1, lt=1 << 31)]
 

@@ -69,7 +69,7 @@ def props(service: Service) -> LlamaProps:
         chat_template=tokenizer.chat_template or "",
         bos_token=tokenizer.special_tokens.get("bos_token", ""),
         eos_token=tokenizer.special_tokens.get("eos_token", ""),
-        modalities={"vision": False, "audio": False},
+        modalities={"vision": model.images is not None, "audio": False},
         build_info=f"callboard-{version('callboard')}",
         is_sleeping=client.is_asleep,
     )

@@ -87,6 +87,8 @@ class ServerInfo(Struct):
     system_fingerprint: str
     sampling: dict[str, float]  # the model makers' defaults
     allow_chaos: bool
+    max_images: int  # a request
+    max_image_bytes: int  # a file
     vllm_config: dict[str, Any]  # the same facts by vLLM's names
 
 

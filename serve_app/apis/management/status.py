@@ -27,7 +27,8 @@ def status_routes(models: Models, settings: HttpSettings) -> list[Route]:
     routes = StatusRoutes(models)
     cards = get_json(lambda: ModelList(data=models.model_cards()))
     load = get_json(lambda: FrontLoad(models.num_live))
-    server_info = get_json(lambda: models.first.description() | {"allow_chaos": settings.allow_chaos})
+    limits = {name: getattr(settings, name) for name in ("allow_chaos", "max_images", "max_image_bytes")}
+    server_info = get_json(lambda: models.first.description() | limits)
     own_version = get_json(lambda: Version(version("callboard")))
     return [
         route("/v1/models", cards, "The served model and its adapters", ModelList, errors=(503,)),

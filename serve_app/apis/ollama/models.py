@@ -135,6 +135,8 @@ def show(models: Models, body: bytes) -> dict[str, Any]:
         capabilities.append("tools")
     if chats is not None and chats.thinks:
         capabilities.append("thinking")
+    if model.images is not None:
+        capabilities.append("vision")
     entry = _entry(models, card)
     return {
         "modelfile": f"FROM {model.name}",

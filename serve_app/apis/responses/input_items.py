@@ -204,7 +204,7 @@ def listed(item: InputItem, name: str) -> dict[str, Any]:
 
 def _listed_parts(content: str | Sequence[Any]) -> list[dict[str, Any]]:
     """Return a content's parts: the texts between pictures as one, and the pictures as they were sent."""
-    if isinstance(content, str) or not _has_images(content):
+    if not _has_images(content):
         return [{"type": "input_text", "text": _text(content)}]
     parts: list[dict[str, Any]] = []
     for is_image, group in groupby(content, lambda part: isinstance(part, ImagePart)):
@@ -216,7 +216,7 @@ def _listed_parts(content: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _has_images(content: str | Sequence[Any]) -> bool:
-    return any(isinstance(part, ImagePart) for part in content)
+    return not isinstance(content, str) and any(isinstance(part, ImagePart) for part in content)
 
 
 def check_new(items: Sequence[InputItem]) -> None:

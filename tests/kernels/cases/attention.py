@@ -19,6 +19,7 @@ from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of,
 NEAR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 FLOAT32 = {torch.float32: 5e-6}
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+IMAGES = ((3, 20), (33, 34), (64, 130), (130, 141), (500, 640))  # first position and end
 Spans = list[tuple[int, int]]  # start and count of each row
 LLVM, TRITON = "torch llvm", "torch triton"
 
@@ -31,6 +32,18 @@ def rows_of(rows: PagedRows, spans: Sequence[tuple[int, int, int]], ready: bool)
     return PagedRows(
         rows.slots[picked], starts.int(), edges.int(), rows.tables, len(spans), int(edges[-1]), most, longest, ready
     )
+
+
+def with_images(rows: PagedRows) -> PagedRows:
+    """The rows with images at the same positions of each. The end of a row ends an image."""
+    last = []
+    for start, count in spans_of(rows):
+        own = np.arange(start, start + count)
+        for begin, end in IMAGES:
+            own[(own >= begin) & (own < end)] = min(end, start + count) - 1
+        last.append(own)
+    visible = torch.from_numpy(np.concatenate(last).astype(np.int32))
+    return replace(rows, last_visible=visible.to(rows.slots.device))
 
 
 def spans_of(rows: PagedRows) -> Spans:
@@ -52,16 +65,18 @@ def plan_of(kernels: Any, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) ->
     starts, counts = rows.starts[full].numpy(), np.array(counts, np.int32)[full]
     tables = rows.tables[rows.slots[full].long()]
     tables = torch.where(tables < kv.shape[2], tables, 0).int().contiguous()
+    seen = rows.last_visible
     if kernels.name == "llvm":
-        return TiledRows(len(q), torch.from_numpy(attention_tiles(starts, counts, np.arange(len(full)))), tables)
+        tiles = torch.from_numpy(attention_tiles(starts, counts, np.arange(len(full))))
+        return TiledRows(len(q), tiles, tables, seen)
     shape = AttentionShape(q.shape[1], kv.shape[1], kv.shape[2], kv.shape[3], q.dtype, q.device, kernels.deterministic)
-    return plan_attention(tables.numpy(), starts, counts, shape)
+    return plan_attention(tables.numpy(), starts, counts, shape, None if seen is None else seen.numpy())
 
 
 def attend(kernels: Any, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, *others: Any) -> torch.Tensor:
     """Attention with the backend's plan of the rows."""
     if kernels.name == "reference":
-        return paged_attention_torch(q, kv, single_tokens(rows), *others)
+        return paged_attention_torch(q, kv, single_tokens(rows) if rows.last_visible is None else rows, *others)
     if kernels.name == "torch":  # its caches are zeros before they are written
         kv, others = kv.float().nan_to_num().to(kv.dtype), (others[0], *(x.nan_to_num() for x in others[1:]))
     return kernels[ops.ATTENTION](q, kv, plan_of(kernels, q, kv, rows), *others)
@@ -79,6 +94,18 @@ def parts_of(rows: PagedRows, counts: list[int]) -> list[PagedRows]:
     first.q_starts, last.q_starts = rows.q_starts[: short + 1], rows.q_starts[short:]
     first.max_count, first.num_tokens = 1, short
     return [first, last]
+
+
+def cut_images(arguments: Sequence[Any]) -> Iterator[tuple[slice, Sequence[Any]]]:
+    """Rows that begin anywhere, a prefix hit, and end behind an image."""
+    q, kv, rows, *others = arguments
+    edges, spans = rows.q_starts.tolist(), spans_of(rows)
+    for row, (start, count) in enumerate(spans):
+        stops = {end - start for _, end in IMAGES if 0 < end - start < count}
+        for stop in sorted(stops | {count}):
+            for first in {0, 1, stop // 3, stop // 2, stop - 1} & set(range(stop)):
+                own = slice(edges[row] + first, edges[row] + stop)
+                yield own, (q[own], kv, with_images(rows_of(rows, [(row, first, stop - first)], False)), *others)
 
 
 def cut(arguments: Sequence[Any]) -> Iterator[tuple[slice | list[int], Sequence[Any]]]:
@@ -124,7 +151,7 @@ def attention(
     kind: str, spans: Spans, heads: tuple[int, int, int] = (4, 2, 64), block: int = 16, stored: str = "",
     ready: bool = False, padding: int = 0, bounds: dict[str, int] | None = None, near=FLOAT32, on: str = TRITON,
     bits: str = "torch llvm cuda", size: float = 1.0, faults: tuple[int, int] | None = None, sinks: bool = False,
-    scale: float = 0.0, unit: bool = False, **form: Any,
+    scale: float = 0.0, unit: bool = False, images: bool = False, **form: Any,
 ) -> Case:  # fmt: skip
     """`bounds` are the host's, which may be too large. No spans: they follow from the seed. `faults`: row, position."""
 
@@ -136,6 +163,7 @@ def attention(
         for name, bound in (bounds or {}).items():
             setattr(rows, name, bound)
         rows.prefix_ready = ready
+        rows = with_images(rows) if images else rows
         kv = without_dead_blocks(kv, rows, form.get("window", 0))
         if unit:
             q, kv = exact_sums(q, kv, rows)
@@ -147,12 +175,18 @@ def attention(
         if draw.wide:
             q, kv = q.double(), kv if scales else kv.double()
         own_sinks = sinks_of(heads[0], draw.device) if sinks else None
-        return q * size, kv, rows, AttentionForm(scale or heads[2] ** -0.5, sinks=own_sinks, **form), *scales
+        return (
+            q * size,
+            kv,
+            rows,
+            AttentionForm(scale or heads[2] ** -0.5, sinks=own_sinks, whole_images=images, **form),
+            *scales,
+        )
 
     name = f"attention, {kind} {spans} {heads} {block} {stored} {form} {sinks}"
     return Case(
-        name, ops.ATTENTION, arguments, call=attend, parts=cut, near=near, on=on, bits_on=bits,
-        faults=(0, spoil_cache(0, *faults), spoil_cache(1, *faults)) if faults else (),
+        name, ops.ATTENTION, arguments, call=attend, parts=cut_images if images else cut, near=near, on=on,
+        bits_on=bits, faults=(0, spoil_cache(0, *faults), spoil_cache(1, *faults)) if faults else (),
     )  # fmt: skip
 
 
@@ -314,6 +348,14 @@ CASES = [
         attention(f"faults of {kind}", spans, stored=stored, faults=(1, 3), near=NEAR, **form)
         for kind, spans in (("decode", [(20, 1), (37, 1), (5, 1)]), ("prompts", [(20, 3), (30, 8), (0, 4)]))
         for stored, form in (("", {}), ("int8", {}), ("", {"sinks": True}))
+    ),
+    *(
+        attention("images", spans, heads, block=block, images=True, on="torch triton llvm", **form)
+        for spans, heads, block in (
+            ([(0, 150), (70, 62)], (4, 2, 64), 16), ([(0, 1), (19, 1), (10, 131), (0, 37)], (3, 1, 24), 3),
+            ([(510, 130), (65, 1)], (2, 1, 256), 64),
+        )
+        for form in ({}, {"window": 19}, {"window": 64, "sinks": True, "soft_cap": 2.0}, {"stored": "int8"})
     ),
     *ON_GPUS,
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def image_of(number: int, num_bytes: int) -> Image:
 def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0, images: Sequence[Image] = ()) -> StepPlan:
     rows = np.arange(num_rows, dtype=np.int32)
     new = [NewSlot(3, np.arange(num_ids, dtype=np.int32), num_ids, 7, PARAMS)] if num_ids else []
-    encodings = [Encoding(image, i) for i, image in enumerate(images)]
+    encodings = [Encoding(image, i, 1) for i, image in enumerate(images)]
     columns = {"slots": rows, "num_computed": rows, "num_tokens": rows + 1, "num_samples": rows}
     return StepPlan(step_id, new=new, encodings=encodings, **columns)
 

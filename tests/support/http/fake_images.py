@@ -1,6 +1,7 @@
 """A model that takes images, for tests of the front end: pictures are not decoded."""
 
 import base64
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -12,7 +13,7 @@ from starlette.applications import Starlette
 from runtime.base.images import Image, ImageInfo, ImageSpan
 from runtime.base.types import CallboardError
 from runtime.media.expand import PreparedImage
-from runtime.media.processor import ImageLimits, ImageSource
+from runtime.media.source import ImageFault, ImageLimits, ImageSource, TooManyPixels
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
@@ -39,15 +40,16 @@ class FakeImages:
     def __init__(self, **limits) -> None:
         self.limits = ImageLimits(**limits)
         self.sources: list[ImageSource] = []
+        self.threads: set[str] = set()
 
-    def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
-        self.sources += sources
-        return [self._prepared(source) for source in sources]
-
-    def _prepared(self, source: ImageSource) -> PreparedImage:
+    def prepare_one(self, source: ImageSource) -> PreparedImage:
+        self.sources.append(source)
+        self.threads.add(threading.current_thread().name)
         data = source.data or base64.b64decode(source.url.partition(",")[2])
         if data.startswith(b"bad"):
-            raise CallboardError("The picture cannot be decoded.")
+            raise ImageFault("cannot be decoded")
+        if len(data) > self.limits.max_image_pixels:
+            raise TooManyPixels(f"has {len(data)} pixels")
         image = Image(blake2b(data, digest_size=16).digest(), ((1, len(data)),), 3 * data)
         return PreparedImage(image, (0, 0), 1 if source.detail == "low" else len(data))
 
@@ -71,9 +73,12 @@ def engine_with_images(text: str = "ok") -> FakeEngine:
     return engine
 
 
-def app_with_images(engine: FakeEngine, template: str = TEMPLATE, images: FakeImages | None = None) -> Starlette:
-    service = Service(engine, None, MODEL)
-    service.start(byte_tokenizer(template, (MARK,)), images=images or FakeImages())
+def app_with_images(
+    engine: FakeEngine, template: str = TEMPLATE, images: FakeImages | None = None, spells_marks: bool = False
+) -> Starlette:
+    service, tokenizer = Service(engine, None, MODEL), byte_tokenizer(template, (MARK,))
+    tokenizer.special_tokens_in_contents = spells_marks
+    service.start(tokenizer, images=images or FakeImages())
     return build_http_app(service)
 
 

@@ -96,7 +96,7 @@ class PacedServer:
         is_chat, begin = "messages" in fields, loop.time()
         prompt = fields["messages"][-1]["content"] if is_chat else fields["prompt"]
         if is_chat and isinstance(prompt, list):
-            prompt = prompt[0]["text"]
+            prompt = prompt[-1]["text"]
         num_prompt = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         common = {"id": "paced-1", "object": "chat.completion.chunk" if is_chat else "text_completion", "created": 0}
         common["model"] = MODEL

@@ -149,8 +149,15 @@ def check_inputs(device: torch.device = CPU) -> None:
         own_counts = torch.tensor([1 + 5 * i % c for i, c in enumerate(counts)], dtype=torch.int32, device=device)
         adapters = state[:, max_len + 51]
         of_two = (*args[:4], tables, *args[5:])
-        for args_of, more in ((args, (own_counts, adapters)), (args, (None, adapters)), (of_two, (None, adapters, 2))):
+        deltas = state[:, max_len + 52]
+        for args_of, more in (
+            (args, (own_counts, adapters)), (args, (None, adapters)), (of_two, (None, adapters, 2)),
+            (args, (own_counts, None, 1, deltas)),
+        ):  # fmt: skip
             for got, want in zip(build_inputs(*args_of, *more), build_inputs_torch(*args_of, *more), strict=True):
+                if got is None:
+                    assert want is None
+                    continue
                 assert got.dtype == torch.int32
                 assert torch.equal(got, want)
         assert build_inputs(*args)[3] is None

@@ -371,7 +371,7 @@ def main() -> None:
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
                 steps.sampler.add(new)
                 upload, slots, shape = steps.transfers.upload, steps.slots, MixedShape.of(plan)
-                slots.apply(slots.writes(plan, steps.sampler.rows), upload)
+                slots.apply(slots.writes(plan, steps.sampler.rows, steps.images.deltas), upload)
                 packed = upload(shape.pack(plan, 256))
                 *_, after, sampled, positions = shape.split(packed)
                 logits = decoder.logits(steps.kernels.forward(shape, packed, False).index_select(0, after))

@@ -131,7 +131,7 @@ class Driver:
                     continue
                 if span.image.digest not in self.pool:
                     self.pool[span.image.digest] = self.num_pooled
-                    plan.encodings = [*plan.encodings, Encoding(span.image, self.num_pooled)]
+                    plan.encodings = [*plan.encodings, Encoding(span.image, self.num_pooled, span.num_tokens)]
                     self.num_pooled += span.num_tokens
                 row = self.pool[span.image.digest] + first - span.begin
                 embeds.append((at + first - start, row, last - first))

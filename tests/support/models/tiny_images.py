@@ -23,7 +23,7 @@ def image_of(seed: int, rows: int, columns: int) -> Image:
     """An image with `rows` x `columns` embeddings."""
     height, width = rows * _SIDE, columns * _SIDE
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image(b"image %010d" % seed, ((height, width),), pixels.tobytes())
+    return Image(b"%06d%05d%05d" % (seed, rows, columns), ((height, width),), pixels.tobytes())
 
 
 def span_of(begin: int, seed: int, rows: int, columns: int) -> ImageSpan:

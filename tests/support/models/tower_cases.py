@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from runtime.base.images import Image
 from runtime.base.model.tower_spec import TowerSpec
-from tests.support.models.family_cases import _BASE, random_model, yarn
+from tests.support.models.family_cases import _BASE, _DELTA, random_model, yarn
 
 Pictures = Sequence[NDArray[np.uint8]]  # [height, width, 3] each
+Inputs = dict[str, torch.Tensor]
+IMAGE = 150  # the token of an embedding; it is never generated
 _VIT = {"hidden_size": 48, "intermediate_size": 68, "num_hidden_layers": 3, "num_attention_heads": 2}
 _TEXT = _BASE | {"vocab_size": 200}
 
@@ -26,21 +28,17 @@ def _normalized(spec: TowerSpec, pictures: Pictures) -> list[torch.Tensor]:
     return [(torch.tensor(picture).permute(2, 0, 1) / 255 - mean) / std for picture in pictures]
 
 
-def _pixtral(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    features = [
-        model.model.get_image_features(x[None], image_sizes=torch.tensor([x.shape[1:]])).pooler_output[0]
-        for x in _normalized(spec, pictures)
-    ]
-    return torch.cat(features)
+def _pixtral(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    sizes = torch.tensor([picture.shape[:2] for picture in pictures])
+    return {"pixel_values": torch.stack(_normalized(spec, pictures)), "image_sizes": sizes}
 
 
-def _idefics3(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    tiles = torch.stack(_normalized(spec, pictures))
-    return torch.cat(tuple(model.model.get_image_features(tiles[None]).pooler_output))
+def _idefics3(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    return {"pixel_values": torch.stack(_normalized(spec, pictures))[None]}
 
 
-def _gemma3(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    return model.model.get_image_features(torch.stack(_normalized(spec, pictures))).pooler_output.flatten(0, 1)
+def _gemma3(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    return {"pixel_values": torch.stack(_normalized(spec, pictures))}
 
 
 def _patches(spec: TowerSpec, picture: torch.Tensor) -> torch.Tensor:
@@ -49,39 +47,46 @@ def _patches(spec: TowerSpec, picture: torch.Tensor) -> torch.Tensor:
     return picture.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
 
 
-def _gemma4(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    features = []
-    for picture in pictures:
-        patches = _patches(spec, torch.tensor(picture).permute(2, 0, 1) / 255)
+def _padded(spec: TowerSpec, pictures: Pictures) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[pictures, most patches, side * side * 3], and each picture's patches."""
+    found = [_patches(spec, picture) for picture in _normalized(spec, pictures)]
+    flat = [patches.permute(0, 1, 3, 4, 2).flatten(2).flatten(0, 1) for patches in found]
+    return torch.nn.utils.rnn.pad_sequence(flat, batch_first=True), found
+
+
+def _gemma4(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    values, found = _padded(spec, pictures)
+    places = torch.full((*values.shape[:2], 2), -1)
+    for own, patches in zip(places, found, strict=True):
         rows, columns = torch.meshgrid(*(torch.arange(n) for n in patches.shape[:2]), indexing="ij")
-        flat = patches.permute(0, 1, 3, 4, 2).flatten(2).flatten(0, 1)
-        places = torch.stack((columns, rows), -1).flatten(0, 1)
-        features += model.model.get_image_features(flat[None], places[None]).pooler_output
-    return torch.cat(features)
+        own[: rows.numel()] = torch.stack((columns, rows), -1).flatten(0, 1)
+    return {"pixel_values": values, "image_position_ids": places}
 
 
-def _lfm2(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    features = []
+def _lfm2(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    values, found = _padded(spec, pictures)
+    shapes = torch.tensor([patches.shape[:2] for patches in found])
+    mask = torch.arange(values.shape[1]) < shapes.prod(1)[:, None]
+    return {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask.long()}
+
+
+def _qwen(spec: TowerSpec, pictures: Pictures) -> Inputs:
+    values, grids, merge = [], [], spec.merge
     for picture in _normalized(spec, pictures):
         patches = _patches(spec, picture)
-        flat = patches.permute(0, 1, 3, 4, 2).flatten(2).flatten(0, 1)
-        shape = torch.tensor([patches.shape[:2]])
-        mask = torch.ones(1, len(flat), dtype=torch.int64)
-        features += model.model.get_image_features(flat[None], shape, mask).pooler_output
-    return torch.cat(features)
-
-
-def _qwen(model: Any, spec: TowerSpec, pictures: Pictures) -> torch.Tensor:
-    features = []
-    for picture in _normalized(spec, pictures):
-        patches = _patches(spec, picture)
-        (rows, columns), merge = patches.shape[:2], spec.merge
         grouped = patches.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten(0, 3)
-        frames = grouped[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
-        found = model.model.get_image_features(frames, torch.tensor([[1, rows, columns]]))
-        deepstack = getattr(found, "deepstack_features", None) or ()
-        features.append(torch.cat((*found.pooler_output, *(layer[0] for layer in deepstack)), 1))
-    return torch.cat(features)
+        values.append(grouped[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1))
+        grids.append([1, *patches.shape[:2]])
+    return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
+
+
+@torch.no_grad()
+def features(model: Any, inputs: Inputs) -> torch.Tensor:
+    """The embeddings that transformers gives for images."""
+    found = model.model.get_image_features(**inputs)
+    pooled, deepstack = found.pooler_output, getattr(found, "deepstack_features", None) or ()
+    joined = torch.cat(tuple(part.view(-1, part.shape[-1]) for part in pooled))
+    return torch.cat((joined, *(torch.cat(tuple(layer)) for layer in deepstack)), 1)
 
 
 class TowerCase(NamedTuple):
@@ -89,7 +94,7 @@ class TowerCase(NamedTuple):
 
     kind: str  # transformers' class for configurations
     config: dict[str, Any]
-    features: Callable[[Any, TowerSpec, Pictures], torch.Tensor]
+    inputs: Callable[[TowerSpec, Pictures], Inputs]  # what transformers gets
     sizes: tuple[tuple[tuple[int, int], ...], ...]  # images as their pictures' (height, width)
     architecture: str = ""  # if not the kind's
 
@@ -107,6 +112,12 @@ _IDEFICS3 = {
     "image_token_id": 150,
     "pad_token_id": 0,
 }
+_SECTIONS = {
+    "head_dim": 16, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+        "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
 _QWEN_VIT = {
     "hidden_size": 48, "intermediate_size": 68, "depth": 4, "num_heads": 2, "patch_size": 4, "out_hidden_size": 60,
     "num_position_embeddings": 64,
@@ -140,12 +151,15 @@ CASES = {
         (((18, 36),), ((54, 18),)),
     ),
     "qwen3.5": TowerCase(
-        "Qwen3_5Config", {"text_config": _TEXT, "vision_config": _QWEN_VIT, "image_token_id": 150}, _qwen, _QWEN_SIZES
+        "Qwen3_5Config",
+        {"text_config": _TEXT | _DELTA | _SECTIONS, "vision_config": _QWEN_VIT, "image_token_id": 150},
+        _qwen,
+        _QWEN_SIZES,
     ),
     "qwen3-vl": TowerCase(
         "Qwen3VLConfig",
         {
-            "text_config": _TEXT,
+            "text_config": _TEXT | _SECTIONS,
             "vision_config": _QWEN_VIT | {"deepstack_visual_indexes": [0, 2]},
             "image_token_id": 150,
         },
@@ -168,6 +182,16 @@ CASES = {
         {"text_config": _GEMMA4_TEXT, "vision_config": _GEMMA4_VIT, "image_token_id": 150},
         _gemma4,
         (((12, 12),), ((36, 60),), ((24, 108),)),
+    ),
+    "gemma4, inputs": TowerCase(  # layers have inputs, and see whole images
+        "Gemma4Config",
+        {
+            "text_config": _GEMMA4_TEXT | {"hidden_size_per_layer_input": 8, "use_bidirectional_attention": "vision"},
+            "vision_config": _GEMMA4_VIT,
+            "image_token_id": 150,
+        },
+        _gemma4,
+        (((36, 24),),),
     ),
     "gemma4, clipped": TowerCase(
         "Gemma4Config",
@@ -215,6 +239,7 @@ def save_tower_model(folder: Path, case: str) -> Any:
             buffer.fill_(0.5 if name.endswith("max") else -0.4)
         elif name.endswith(("std_bias", "std_scale")):
             buffer.copy_(torch.randn_like(buffer))
+    model.get_output_embeddings().weight.data[IMAGE] = 0.0
     model.save_pretrained(folder)
     return model
 

@@ -4,7 +4,9 @@ A tile is up to LANES neighbouring tokens in one row. Its queries read each chun
 L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
 absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
 is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
-sees. A sink is the first score, with zeros as its value."""
+sees. A sink is the first score, with zeros as its value.
+
+Tokens see the positions up to their own. An image's tokens may see all of the image, which the row contains."""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ class AttentionArguments(NamedTuple):
     sinks: F32s  # [num_heads], read if has_sinks
     tables: I32s  # [rows, table_stride] each row's blocks
     tiles: I32s  # [num_tiles, 4]: first token, number of tokens, table row, the first token's position
+    last_visible: I32s  # [num_tokens] the last position that each token sees, rising; read if has_images
     out: F32s  # [num_tokens, num_heads * head_dim]
     q_stride: Int
     num_positions: Int  # positions in a head's cache
@@ -50,6 +53,7 @@ def attention(
     window: int,  # positions that a token sees, itself included; 0 for all
     soft_cap: float,  # 0 for none
     has_sinks: bool,
+    has_images: bool,  # tokens see up to last_visible
     max_heads: int,  # heads_per_task or more
 ) -> None:
     """Part i/n: a share of the pairs (head group, tile)."""
@@ -57,7 +61,7 @@ def attention(
     chunk = Chunk(form, given.kv, given.scales, given.num_heads // group, given.num_positions)
     rows = Rows(form, window, soft_cap, _FEW * max_heads)
     together = _heads_of_products(group)
-    lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target)
+    lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target, has_images)
     for task in loop(begin, end):
         head = task // given.num_tiles * given.heads_per_task
         numbers = given.tiles + task % given.num_tiles * 4
@@ -71,11 +75,13 @@ def attention(
             ((count > _FEW) & (head % together).equals(0), lanes, maximum(given.heads_per_task, together)),
         ):
             with when(is_fit):
-                tile = Tile(first_q, given.q_stride, first_out, out_stride, position, count, heads)
+                last = given.last_visible + token if has_images else None
+                tile = Tile(first_q, given.q_stride, first_out, out_stride, position, count, heads, last)
                 queries.open(tile, head_scale, given.sinks + head if has_sinks else None)
-                for index in loop(first, (position + count - 1) // CHUNK + 1):
+                stop = tile.end_seen(count - 1)
+                for index in loop(first, (stop - 1) // CHUNK + 1):
                     base = index * CHUNK
-                    chunk.read(base, *seen_positions(base, position, count, window))
+                    chunk.read(base, *seen_positions(base, position, stop, window))
                     queries.attend(base, chunk)
                 queries.finish(chunk.value_scale)
 

@@ -41,8 +41,16 @@ class Lanes:
     tile: Tile
     scale: Value
 
-    def __init__(self, form: KVForm, window: int, soft_cap: float, heads: int, together: int, target: Target) -> None:
-        """`heads` are computed by a task at most, `together` at a time."""
+    def __init__(
+        self,
+        form: KVForm,
+        window: int,
+        soft_cap: float,
+        heads: int,  # computed by a task at most
+        together: int,  # heads computed at a time
+        target: Target,
+        has_images: bool,
+    ) -> None:
         self.form, self.window, self.soft_cap, self.together = form, window, soft_cap, together
         self.size = form.num_vectors * LANES
         self.width = min(LANES, target.vector_bytes // 4)  # width of a register, in which products are computed
@@ -55,9 +63,13 @@ class Lanes:
         self._tops, self._highest, self._factors = (array(f32, heads * LANES) for _ in range(3))
         self._parts = array(f32, LANES // _QUAD * self._keys * together * self.width)
         self._rows = array(f32, LANES * (self.size + LANES))  # a head's results, token after token
+        self._last_visible = array(i32, LANES) if has_images else None
 
     def open(self, tile: Tile, scale: Value, sinks: Pointer | None) -> None:
         self.tile, self.scale = tile, scale
+        if self._last_visible is not None and tile.last_visible is not None:
+            for i in loop(0, LANES):
+                self._last_visible.store(i, tile.last_visible.load(minimum(tile.count - 1, i)))
         for i in loop(0, tile.heads * LANES, LANES):
             self._tops.store(i, number(LOWEST, f32(LANES)))
         for i in loop(0, tile.heads * ((self.size + LANES) * LANES), LANES):
@@ -75,7 +87,7 @@ class Lanes:
     def attend(self, base: Value, chunk: Chunk) -> None:
         """Add the chunk at position `base`."""
         tile = self.tile
-        begin, end = seen_positions(base, tile.position, tile.count, self.window)
+        begin, end = seen_positions(base, tile.position, tile.end_seen(tile.count - 1), self.window)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
                 self._score(head, lane, base, chunk, begin, end)
@@ -99,14 +111,17 @@ class Lanes:
                 for first, count in vectors(head_dim):
                     store_part(out, first, row.load(first, LANES) * factor, count)
 
-    def _positions(self, base: Value, lane: Value) -> Value:
-        """Each token's position in the chunk, for a register's lanes."""
-        return lane_numbers(self.width) + (self.tile.position - base + lane).to(i32)
+    def _positions(self, base: Value, lane: Value) -> tuple[Value, Value]:
+        """Each token's position in the chunk, and the last one that it sees, for a register's lanes."""
+        own = lane_numbers(self.width) + (self.tile.position - base + lane).to(i32)
+        if self._last_visible is None:
+            return own, own
+        return own, self._last_visible.load(lane, self.width) - base.to(i32).repeat(self.width)
 
-    def _sees(self, at: Value, positions: Value) -> Value:
+    def _sees(self, at: Value, tokens: tuple[Value, Value]) -> Value:
         """The tokens that see a position of the chunk."""
-        key = at.to(i32).repeat(self.width)
-        seen = key <= positions
+        key, (positions, last_visible) = at.to(i32).repeat(self.width), tokens
+        seen = key <= last_visible
         return seen & (key > positions - self.window) if self.window else seen
 
     def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
@@ -189,10 +204,12 @@ class Lanes:
     def _add_values(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Add values times their weights."""
         tile, head_dim, step = self.tile, self.form.head_dim, self._values
-        first_end = seen_positions(base, tile.position, 1, self.window)[1]
-        last_begin = seen_positions(base, tile.position + (tile.count - 1), 1, self.window)[0]
+        first_end = seen_positions(base, tile.position, tile.end_seen(number(0, i64)), self.window)[1]
+        last = tile.count - 1
+        last_begin = seen_positions(base, tile.position + last, tile.end_seen(last), self.window)[0]
         last_begin, positions = minimum(last_begin, end), self._positions(base, lane)
         first_end = maximum(first_end, last_begin)
+        parts: list[tuple[Value, Value, tuple[Value, Value] | None]]
         parts = [(last_begin, first_end, None), (first_end, end, positions)]  # seen by all tokens, and by some
         if self.window:
             parts.insert(0, (begin, last_begin, positions))
@@ -209,7 +226,7 @@ class Lanes:
         chunk: Chunk,
         first: Value,  # element of a head
         count: int,
-        parts: list[tuple[Value, Value, Value | None]],
+        parts: list[tuple[Value, Value, tuple[Value, Value] | None]],
     ) -> None:
         heads, width = range(self.together), self.width
         weights = [self._weights + (head + h) * (CHUNK * LANES) + lane for h in heads]

@@ -16,6 +16,7 @@ from runtime.kernels.llvm.language import (
     f32,
     fused,
     i32,
+    i64,
     lane_numbers,
     loop,
     maximum,
@@ -36,10 +37,25 @@ class Tile:
     """One row's neighbouring tokens, and one kv head's query heads."""
 
     def __init__(
-        self, q: Pointer, q_stride: Value, out: Pointer, out_stride: Value, position: Value, count: Value, heads: Value
+        self,
+        q: Pointer,
+        q_stride: Value,
+        out: Pointer,
+        out_stride: Value,
+        position: Value,
+        count: Value,
+        heads: Value,
+        last_visible: Pointer | None,  # the last position that each token sees; None for its own
     ) -> None:
         self.q, self.q_stride, self.out, self.out_stride = q, q_stride, out, out_stride
         self.position, self.count, self.heads = position, count, heads  # the first token's position; tokens; heads
+        self.last_visible = last_visible
+
+    def end_seen(self, token: Value) -> Value:
+        """The position behind the last one that a token sees."""
+        if self.last_visible is None:
+            return self.position + token + 1
+        return self.last_visible.load(token).to(i64) + 1
 
 
 def adjusted(scores: Value, scale: Value, key_scale: Value | None, soft_cap: float) -> Value:
@@ -102,7 +118,8 @@ class Rows:
         """Head, token, index and seen positions for each query that sees a part of a chunk."""
         for head in loop(0, self.tile.heads):
             for token in loop(0, self.tile.count):
-                begin, end = seen_positions(base, self.tile.position + token, 1, self.window)
+                position, stop = self.tile.position + token, self.tile.end_seen(token)
+                begin, end = seen_positions(base, position, stop, self.window)
                 with when(begin < end):
                     yield head, token, head * self.tile.count + token, (begin, end)
 

@@ -56,7 +56,7 @@ class CompiledAttention:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attention_torch` as one kernel; its result is valid until the next call."""
-        (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks) = q.shape, form
+        (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
         num_kv_heads = kv.shape[1]
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
@@ -64,12 +64,13 @@ class CompiledAttention:
         task_heads, num_threads = heads_of_task(group), self.launcher.pool.num_threads
         is_even = num_heads // task_heads % num_threads == 0 or num_tiles * num_kv_heads >= 4 * num_threads
         per_task = task_heads if is_even else 1
+        last_visible = plan.last_visible if whole_images else None
         function = kernel(
             attention, form=kv_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
-            max_heads=task_heads,
+            has_images=last_visible is not None, max_heads=task_heads,
         )  # fmt: skip
         sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
-        arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
+        arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, last_visible, out, *sizes, scale)
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
         return out

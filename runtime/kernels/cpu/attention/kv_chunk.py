@@ -87,7 +87,8 @@ class Chunk:
         return row.load(position * self.stride + vector * LANES, LANES)
 
 
-def seen_positions(base: Value, position: Value, count: Any, window: int) -> tuple[Value, Value]:
-    """Begin and end of a chunk's positions that `count` neighbouring tokens see together."""
-    end = minimum(position + count - base, CHUNK)
+def seen_positions(base: Value, position: Value, stop: Value, window: int) -> tuple[Value, Value]:
+    """Begin and end of a chunk's positions that neighbouring tokens see together: the first is at `position`, and the
+    last sees the positions before `stop`."""
+    end = minimum(stop - base, CHUNK)
     return maximum(position - (window - 1) - base, 0) if window else number(0, i64), end
