@@ -142,7 +142,7 @@ def test_requests_with_other_salts_share_no_embeddings():
         assert encoded(session, [[1], 4, [2]], salt=salt) == number
 
 
-def test_an_image_is_encoded_again_after_new_weights_or_lost_runners():
+def test_new_weights_or_lost_runners_forget_embeddings():
     session = ImageSession(**LARGE)
     parts, scheduler = [[1], 4, [2]], session.core.scheduler
     assert [encoded(session, parts), encoded(session, parts)] == [1, 0]

@@ -35,7 +35,7 @@ _SIZES = {  # of a tiny model
     "per_layer_config", "first_k_dense_replace", "mlp_layer_types", "num_dense_layers", "n_shared_experts",
     "mamba_n_heads", "mamba_expand", "pad_token_id",
 }  # fmt: skip
-_OUTER = {"architectures", "model_type", "text_config", "vision_config"}
+_OUTER = {"architectures", "model_type", "text_config", "vision_config", "mm_tokens_per_image"}
 
 
 def _class(architecture: str) -> type[PreTrainedConfig]:

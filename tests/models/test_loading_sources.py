@@ -447,6 +447,8 @@ def test_the_most_exact_image_encoder_is_preferred():
     names = ["mmproj-m-Q8_0.gguf", "a/mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-m-f16.gguf", "m-F16.gguf"]
     assert image_encoders(names) == ["a/mmproj-BF16.gguf", "mmproj-m-f16.gguf", "mmproj-F32.gguf", "mmproj-m-Q8_0.gguf"]
     model = choose(gguf_models(["a/m-Q8_0.gguf"]), "", "")
-    assert encoder_beside(model, names) == ["a/mmproj-BF16.gguf"]
-    assert encoder_beside(model, names[:1]) == ["mmproj-m-Q8_0.gguf"]
-    assert encoder_beside(model, ["b/mmproj.gguf"]) == []
+    assert [encoder_beside(model, each) for each in (names, names[:1], ["b/mmproj.gguf"])] == [
+        ["a/mmproj-BF16.gguf"],
+        ["mmproj-m-Q8_0.gguf"],
+        [],
+    ]
