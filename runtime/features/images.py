@@ -162,7 +162,7 @@ class Images(Extra):
         return end - start
 
     def _whole(self, images: Sequence[_Placed], start: int, count: int, step: Step) -> int:
-        """Return the length of a row that does not end within an image: `count`, less, or up to its first image's end."""
+        """Return the length of a row that ends in no image: at most `count`, or up to the first image's end."""
         for image in images:
             if image.begin < start + count < image.end:
                 if image.begin > start:

@@ -23,7 +23,10 @@ export function startChat(served) {
   const welcome = document.getElementById('welcome');
   const form = panel.querySelector('.settings form');
   const resetSettings = buildSettings(form, 'chat-settings', {});
-  const composer = new Composer(panel.querySelector('.composer'), (question, signal) => ask(question, shown.length, signal, tray.pictures), () => tray.pictures.length > 0);
+  const composer = new Composer(panel.querySelector('.composer'), async (question, signal) => {
+    await tray.added;
+    await ask(question, shown.length, signal, tray.pictures);
+  }, () => tray.pictures.length > 0);
   const tray = new Tray(served, () => picturesOf(shown.slice(0, numKept())).length);
   const attach = document.getElementById('attach');
   const chats = startChats(open, resetSettings);

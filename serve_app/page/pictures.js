@@ -3,7 +3,7 @@
 import { element, quietButton } from './dom.js';
 import { loaded, pictureOf, urlOf } from './picture_store.js';
 
-const KINDS = ['image/png', 'image/jpeg', 'image/webp', 'image/gif'];
+const KINDS = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/avif'];
 
 /** What a turn's message has: its text, after its pictures if it has some. */
 export function contentOf({ question, images = [] }) {
@@ -26,6 +26,7 @@ export function pictureList(pictures, remove) {
 /** The pictures of a message that is not sent yet. */
 export class Tray {
   pictures = [];
+  added = null; // a promise, done when all files are among the pictures
 
   /** `served()` has the model's card and the server's limits; `numSent()` is the number of pictures before the message. */
   constructor(served, numSent) {
@@ -37,7 +38,11 @@ export class Tray {
     return Boolean(this.served().architecture?.input_modalities.includes('image'));
   }
 
-  async add(files) {
+  add(files) {
+    return (this.added = this.#add([...files]));
+  }
+
+  async #add(files) {
     const problems = [];
     for (const file of files) {
       const problem = this.#problem(file);
@@ -60,20 +65,21 @@ export class Tray {
   listen(box, place, input) {
     input.accept = KINDS.join();
     input.addEventListener('change', async () => {
-      await this.add(input.files);
+      const added = this.add(input.files);
       input.value = '';
+      await added;
       box.focus();
     });
     box.addEventListener('paste', event => {
       if (!event.clipboardData.files.length) return;
       event.preventDefault();
-      this.add([...event.clipboardData.files]);
+      this.add(event.clipboardData.files);
     });
     const over = isOver => event => {
       if (!event.dataTransfer.types.includes('Files')) return;
       event.preventDefault();
       place.classList.toggle('dropping', isOver && this.takesImages);
-      if (event.type === 'drop') this.add([...event.dataTransfer.files]);
+      if (event.type === 'drop') this.add(event.dataTransfer.files);
     };
     place.addEventListener('dragover', over(true));
     for (const kind of ['dragleave', 'drop']) place.addEventListener(kind, over(false));
@@ -82,7 +88,7 @@ export class Tray {
   #problem({ name, type, size }) {
     const { max_images, max_image_bytes } = this.served();
     if (!this.takesImages) return 'This model takes no pictures.';
-    if (!KINDS.includes(type)) return `“${name}” is ${type ? `of the type ${type}` : 'no picture'}; choose PNG, JPEG, WebP or GIF.`;
+    if (!KINDS.includes(type)) return `“${name}” is ${type ? `of the type ${type}` : 'no picture'}; choose PNG, JPEG, WebP, GIF or AVIF.`;
     if (size > max_image_bytes) return `“${name}” has ${megabytes(size)}; this server takes at most ${megabytes(max_image_bytes)} a picture.`;
     if (this.numSent() + this.pictures.length < max_images) return '';
     return `This server takes at most ${max_images} pictures a chat; remove one, or start a new chat.`;

@@ -6,7 +6,7 @@ import { newId } from './store.js';
 
 const FORMAT = 'callboard-chats';
 const MARK = /^<!-- callboard: (question|picture|reasoning|answer)(?: (\{.*\}))? -->$/; // shows nowhere where Markdown is drawn
-const PICTURE = /^data:image\/(png|jpeg|webp|gif);base64,[\w+/]+=*$/;
+const PICTURE = /^data:image\/(png|jpeg|webp|gif|avif);base64,[\w+/]+=*$/;
 const ESCAPED = /^(\\*)(<!-- callboard: )/gm; // such a line of a text itself
 
 export function download(name, type, text) {

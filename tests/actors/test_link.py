@@ -309,7 +309,7 @@ async def test_an_idle_engine_checks_for_faults_at_log_level_debug(monkeypatch, 
 
 
 class FullSocket:
-    """A transport whose bytes stay until the test takes them."""
+    """A transport that holds its bytes: the test takes them."""
 
     backlog = 0
 

@@ -62,7 +62,8 @@ class ImageRunner(FakeRunner):
         for encoding in plan.encodings:
             pixels, digest = encoding.image.pixels, encoding.image.digest
             assert pixels, "they must have come"
-            rows = range(encoding.row, encoding.row + len(pixels))
+            rows = range(encoding.row, encoding.row + encoding.num_rows)
+            assert len(rows) == len(pixels), "as many as the image has tokens"
             assert not written.intersection(rows), "one image overwrites another of its step"
             written.update(rows)
             self.pool[rows] = [embedding(digest, i) for i in range(len(pixels))]
