@@ -445,10 +445,6 @@ def test_the_image_encoder_of_a_hub_model_is_fetched_with_it(hub: FakeHub):
 
 def test_the_most_exact_image_encoder_is_preferred():
     names = ["mmproj-m-Q8_0.gguf", "a/mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-m-f16.gguf", "m-F16.gguf"]
-    assert image_encoders(names) == ["a/mmproj-BF16.gguf", "mmproj-m-f16.gguf", "mmproj-F32.gguf", "mmproj-m-Q8_0.gguf"]
-    model = choose(gguf_models(["a/m-Q8_0.gguf"]), "", "")
-    assert [encoder_beside(model, each) for each in (names, names[:1], ["b/mmproj.gguf"])] == [
-        ["a/mmproj-BF16.gguf"],
-        ["mmproj-m-Q8_0.gguf"],
-        [],
-    ]
+    assert image_encoders(names) == [names[i] for i in (1, 3, 2, 0)]
+    (model,) = gguf_models(["a/m-Q8_0.gguf"])
+    assert encoder_beside(model, names) + encoder_beside(model, [names[0], "b/mmproj.gguf"]) == [names[1], names[0]]
