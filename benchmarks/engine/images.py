@@ -1,9 +1,10 @@
 """Time to the first token with a picture, again in the conversation's second turn, and without one.
 
     python -m benchmarks.engine.images --model smolvlm-256m --sides 512 --set num_threads=2
+    python -m benchmarks.engine.images --model qwen3-vl-8b --sides 512 1024
 
-The engine is in this process and has random weights in a published shape. A picture is a square of random pixels, one
-tile for the encoder. Figures are medians over the repeats.
+The engine is in this process and has random weights in a published shape. A picture is a square of random pixels,
+and not cut into tiles. Figures are medians over the repeats.
 
     | figure | what |
     | --- | --- |
@@ -16,9 +17,11 @@ tile for the encoder. Figures are medians over the repeats.
 from __future__ import annotations
 
 import time
+from math import isqrt
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
@@ -45,8 +48,11 @@ class Conversations:
         image = Image(rng.bytes(16), ((self._side, self._side),), pixels)
         begin, begin_cpu = time.perf_counter(), time.process_time()
         num_embeddings = len(self._tower.encode(image))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         encode, encode_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
-        first, second = self._turns([self._token_id] * num_embeddings, (ImageSpan(0, num_embeddings, image),))
+        span = ImageSpan(0, num_embeddings, image, (1, isqrt(num_embeddings), isqrt(num_embeddings)))
+        first, second = self._turns([self._token_id] * num_embeddings, (span,))
         _, text = self._turns(self._text(num_embeddings), ())
         return [seconds * 1e3 for seconds in (encode, encode_cpu, first, second, text)]
 

@@ -220,6 +220,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "image_size": 512, "patch_size": 16,
         },
     },
+    "qwen3-vl-8b": {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "image_token_id": 151655,
+        "tie_word_embeddings": False, "text_config": _qwen3(
+            model_type="qwen3_vl_text", num_hidden_layers=36, hidden_size=4096, num_attention_heads=32,
+            intermediate_size=12288, max_position_embeddings=262144, rope_theta=5000000.0, tie_word_embeddings=False,
+            rope_scaling={"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        ), "vision_config": {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+            "out_hidden_size": 4096, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
         "n_head": 12, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256,

@@ -1,40 +1,26 @@
 """Chats about pictures, end to end on a CPU: a tiny random SmolVLM, in process and behind the front's endpoints."""
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from PIL import Image
 
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
 from runtime.output.image_forms import file_of
-from tests.support.http.fake_engine import byte_tokenizer
-from tests.support.http.fake_images import MARK, MARK_ID, TEMPLATE
-from tests.support.models.family_cases import random_model
-from tests.support.models.tower_cases import CASES
+from tests.support.http.fake_images import MARK_ID
+from tests.support.models.tiny_images import write_tiny_smolvlm
 
-MARKS = MARK, "<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 NUM_TOKENS = 4  # tokens of a tile with 64 x 64 pixels
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("smolvlm")
-    config = CASES["smolvlm"].config
-    text = config["text_config"] | {"vocab_size": 320, "max_position_embeddings": 1024}
-    config = config | {"text_config": text, "image_token_id": MARK_ID}
-    random_model(CASES["smolvlm"].model_class, transformers.SmolVLMConfig(**config)).save_pretrained(path)
-    byte_tokenizer(marks=MARKS)._backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<eos>"}))
-    sizes = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
-    (path / "preprocessor_config.json").write_text(json.dumps(sizes))
-    return path
+    return write_tiny_smolvlm(tmp_path_factory.mktemp("smolvlm"))
 
 
 @pytest.fixture(scope="module")

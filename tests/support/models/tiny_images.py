@@ -1,6 +1,9 @@
-"""A tiny tower, and images for prompts of random tokens."""
+"""A tiny tower, images for prompts of random tokens, and a tiny model that chats about pictures."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import numpy as np
 
@@ -29,3 +32,24 @@ def image_of(seed: int, rows: int, columns: int) -> Image:
 def span_of(begin: int, seed: int, rows: int, columns: int) -> ImageSpan:
     """A span in which each token has an embedding."""
     return ImageSpan(begin, rows * columns, image_of(seed, rows, columns), (1, rows, columns))
+
+
+def write_tiny_smolvlm(path: Path, context: int = 1024) -> Path:
+    """A random SmolVLM of bytes. A tile has four tokens; pictures above 64 pixels have several."""
+    import transformers
+
+    from tests.support.http.fake_engine import byte_tokenizer
+    from tests.support.http.fake_images import MARK, MARK_ID, TEMPLATE
+    from tests.support.models.family_cases import random_model
+    from tests.support.models.tower_cases import CASES
+
+    marks = MARK, "<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
+    config = CASES["smolvlm"].config
+    text = config["text_config"] | {"vocab_size": 320, "max_position_embeddings": context}
+    config = config | {"text_config": text, "image_token_id": MARK_ID}
+    random_model(CASES["smolvlm"].model_class, transformers.SmolVLMConfig(**config)).save_pretrained(path)
+    byte_tokenizer(marks=marks)._backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<eos>"}))
+    sizes = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
+    (path / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return path
