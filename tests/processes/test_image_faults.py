@@ -39,7 +39,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 async def answered(client: httpx.AsyncClient, number: int) -> list[int]:
-    """The tokens of an answer. A client whose front was killed sends its request again."""
+    """The tokens of an answer. The request is sent again if its connection breaks."""
     while True:
         try:
             answer = (await client.post("/v1/chat/completions", json=body_of(number))).raise_for_status().json()
