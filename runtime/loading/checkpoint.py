@@ -31,7 +31,7 @@ from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.media.families import image_rule
 from runtime.media.rule import ImageRule
-from runtime.models import has_experts_in_turn
+from runtime.models import has_experts_in_turn, hidden_size
 from runtime.quant.weight_format import TensorSource
 
 _MOST_MAPPED = 64 << 20  # bytes read from a safetensors file before its pages are released
@@ -192,9 +192,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = model_config(folder)
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
-        in_turn = has_experts_in_turn(self.config)
+        in_turn, hidden = has_experts_in_turn(self.config), hidden_size(self.config)
         for path in weight_files(folder):
-            tensors = _header(path, in_turn)
+            tensors = _header(path, in_turn, hidden)
             for name in tensors.keys() & self._tensors.keys():
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
@@ -308,7 +308,7 @@ def _layer_of(name: str) -> int:
     return int(found[0]) if found else -1
 
 
-def _header(path: Path, in_turn: bool) -> dict[str, _Stored]:
+def _header(path: Path, in_turn: bool, hidden: int) -> dict[str, _Stored]:
     """The tensors of a safetensors file; raises CallboardError if one has a type that torch does not know."""
     file, tensors = open_safetensors(path), {}
     for name in file.keys():  # noqa: SIM118
@@ -318,7 +318,7 @@ def _header(path: Path, in_turn: bool) -> dict[str, _Stored]:
         except SafetensorError as e:
             raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
         stored = _Stored(path, name, type_name, tensor.dtype, tuple(tensor.shape))
-        singles = single_weights(name, stored.shape, in_turn)
+        singles = single_weights(name, stored.shape, in_turn, hidden)
         for single, place in singles.items():
             tensors[single] = stored._replace(shape=place.shape(stored.shape), place=place)
         if not singles:

@@ -9,7 +9,10 @@ Block scales have the same names with a suffix, such as `X.experts.down_proj_sca
 `X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place.
 
 gpt-oss has gate and up rows in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
-have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and mxfp4's `_scales`."""
+have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and mxfp4's `_scales`.
+
+Published Qwen3-VL-MoEs have [experts, in, out] too, gate columns first. Only the hidden size shows it, because
+transformers saves them like most families. As there, a square weight is read as [out, in]."""
 
 from __future__ import annotations
 
@@ -47,8 +50,10 @@ class Place(NamedTuple):
         return (len(range(self.start, self.stop, self.step)), *shape[1:])
 
 
-def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False) -> dict[str, Place]:
-    """Return the weights in a tensor of all experts, by their own names; {} for another tensor."""
+def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False, hidden: int = 0) -> dict[str, Place]:
+    """Return the weights in a tensor of all experts, by their own names; {} for another tensor.
+
+    `hidden` is the model's hidden size, or 0 if it is unknown."""
     if granite := _GRANITE.fullmatch(name):
         name = f"{granite[1]}.experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     match = _STACKED.fullmatch(name)
@@ -57,7 +62,8 @@ def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False) -> 
     prefix, part, suffix = match.groups("")
     if len(shape) != _NUM_DIMS.get(suffix, 3) or (suffix in _IN_TURN and not in_turn):
         return {}
-    transposed = in_turn and not suffix
+    inputs, outputs = (2, 1) if part == "gate_up" else (1, 2)  # dimensions with and without `hidden`
+    transposed = not suffix and (in_turn or shape[inputs] != hidden == shape[outputs])
     rows = shape[2] if transposed else shape[1]
     if part == "gate_up" and rows % 2:
         return {}

@@ -209,6 +209,10 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "Qwen3VLForConditionalGeneration": Family(
         "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", qwen.decoder_spec, qwen.IMAGE_TEXT_WEIGHT_MAP,
     ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "Qwen3-VL with experts", "Qwen/Qwen3-VL-30B-A3B-Instruct", qwen.image_text_moe_spec,
+        qwen.IMAGE_TEXT_MOE_WEIGHT_MAP,
+    ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,
         chats=(_QWEN35,),
@@ -244,6 +248,12 @@ def has_experts_in_turn(config: Mapping[str, Any]) -> bool:
     named = config.get("architectures")
     family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
     return family is not None and family.weight_map.experts_in_turn
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """Return the hidden size in a config.json; 0 if it states none."""
+    text = config.get("text_config")
+    return int((text if isinstance(text, Mapping) else config).get("hidden_size") or 0)
 
 
 def load_spec(

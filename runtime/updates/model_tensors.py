@@ -118,7 +118,7 @@ class ModelTensors:
         Raises CallboardError if the model lacks the tensor, or has it with another type or shape."""
         if (target := self._find(name, dtype)) is not None:
             return [Incoming(_checked(target, name, dtype, shape), None)]
-        singles = single_weights(name, shape, self._weight_map.experts_in_turn)
+        singles = single_weights(name, shape, self._weight_map.experts_in_turn, self._spec.hidden_size)
         found = [Incoming(target, place) for one, place in singles.items() if (target := self._find(one, dtype))]
         if singles and len(found) == len(singles):
             for target, place in found:

@@ -188,6 +188,10 @@ def test_stacks_of_other_families_stay_halves():
     halves = single_weights("m.experts.gate_up_proj", (2, 8, 5))
     assert halves["m.experts.1.up_proj.weight"].shape((2, 8, 5)) == (4, 5)
     assert not single_weights("m.experts.gate_up_proj_bias", (2, 8))
+    columns = single_weights("m.experts.gate_up_proj", (2, 5, 8), hidden=5)
+    assert columns["m.experts.1.up_proj.weight"] == (1, 4, 8, 1, True)
+    assert not single_weights("m.experts.down_proj", (2, 5, 8), hidden=5)["m.experts.1.down_proj.weight"].transposed
+    assert single_weights("m.experts.down_proj", (2, 8, 5), hidden=5)["m.experts.1.down_proj.weight"].transposed
     assert single_weights("m.experts.gate_up_proj_bias", (2, 8), in_turn=True)["m.experts.1.up_proj.bias"].step == 2
     assert not single_weights("m.experts.gate_up_proj_blocks", (2, 8, 3), in_turn=True)
 

@@ -61,6 +61,10 @@ _QWEN_3_VL = _QWEN_2 | {
     "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0, "max_window_layers": 0,
     "mrope_section": (24, 20, 20), "mrope_interleaved": True,
 }  # fmt: skip
+_QWEN_3_VL_MOE = _QWEN_2_MOE | {
+    "num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 500000.0,
+    "mrope_section": (24, 20, 20), "mrope_interleaved": True,
+}  # fmt: skip
 _QWEN_3_5 = _LLAMA | _NO_EOS | {
     "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4,
     "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": _OrNull(0.25), "layer_types": None,
@@ -214,6 +218,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _QWEN_3_MOE,
     "Qwen3NextForCausalLM": _QWEN_3_NEXT,
     "Qwen3VLForConditionalGeneration": _QWEN_3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_3_VL_MOE,
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN_3_5,
     "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,

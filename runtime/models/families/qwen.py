@@ -35,6 +35,10 @@ SHARED_NAMES = {
     "shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
 }
 MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **EXPERT_NAMES})
+IMAGE_TEXT_MOE_WEIGHT_MAP = WeightMap(
+    {part: name.removeprefix("model.") for part, name in MOE_WEIGHT_MAP.names.items()},
+    base="model.language_model.",
+)
 QWEN2_MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **EXPERT_NAMES, **SHARED_NAMES})
 
 
@@ -46,6 +50,11 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen3-MoE's config.json; raises CallboardError for one with dense layers among the others."""
     return _decoder(config, _mixture(config))
+
+
+def image_text_moe_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec for a Qwen3-VL's text part with experts. Their weights always have the sum 1."""
+    return moe_decoder_spec({**config, "norm_topk_prob": True})
 
 
 def _decoder(config: Mapping[str, Any], ffn: FfnSpec, first_window: int = 0) -> DecoderSpec:

@@ -62,6 +62,7 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Lfm2VlConfig": ({"model_type": "lfm2"}, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
     "Qwen3VLConfig": ({}, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
+    "Qwen3VLMoeConfig": ({}, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "Qwen3_5Config": ({}, _QWEN_VISION),
     "Qwen3_5MoeConfig": ({}, _QWEN_VISION),
     "SmolVLMConfig": ({"model_type": "llama"}, _VISION),
@@ -153,6 +154,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": ("Qwen2MoeConfig", _SHARED | {"shared_expert_intermediate_size": 84}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, with a vision tower": ("Qwen3VLConfig", {}),
+    "qwen3 moe, with a vision tower": (
+        "Qwen3VLMoeConfig",
+        {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3},
+    ),
     "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
     "qwen3 moe, normalized": (
         "Qwen3MoeConfig",
@@ -327,6 +332,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "idefics3", "smolvlm", "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower",
     "olmo2", "lfm2, with a vision tower", "qwen3, with a vision tower",
+    "qwen3 moe, with a vision tower",
     "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",
     "qwen3.5 moe, with a vision tower",
 }  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from runtime.base.images import Image
 from runtime.base.model.tower_spec import TowerSpec
@@ -166,6 +167,18 @@ CASES = {
         _qwen,
         _QWEN_SIZES,
     ),
+    "qwen3-vl, experts": TowerCase(
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": _TEXT
+            | _SECTIONS
+            | {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3},
+            "vision_config": _QWEN_VIT | {"deepstack_visual_indexes": [1]},
+            "image_token_id": 150,
+        },
+        _qwen,
+        _QWEN_SIZES,
+    ),
     "gemma3": TowerCase(
         "Gemma3Config",
         {
@@ -241,7 +254,15 @@ def save_tower_model(folder: Path, case: str) -> Any:
             buffer.copy_(torch.randn_like(buffer))
     model.get_output_embeddings().weight.data[IMAGE] = 0.0
     model.save_pretrained(folder)
+    if kind.kind == "Qwen3VLMoeConfig":  # as published; transformers saves them the other way
+        _transpose_experts(folder / "model.safetensors")
     return model
+
+
+def _transpose_experts(path: Path) -> None:
+    tensors = load_file(path)
+    turned = {name: x.mT.contiguous() if "experts" in name else x for name, x in tensors.items()}
+    save_file(turned, path, {"format": "pt"})
 
 
 def random_image(sizes: Sequence[tuple[int, int]], seed: int) -> tuple[Image, Pictures]:
