@@ -129,6 +129,9 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     "Idefics3ForConditionalGeneration": Family(
         "Idefics3, SmolVLM", "HuggingFaceTB/SmolVLM-256M-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
     ),
+    "InternVLForConditionalGeneration": Family(
+        "InternVL3 in transformers' format", "OpenGVLab/InternVL3-1B-hf", qwen.internvl_spec, qwen.INTERNVL_WEIGHT_MAP,
+    ),
     "Lfm2ForCausalLM": Family(
         "LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP,
         chats=(ChatForm("lfm-2", "lfm2"), ChatForm("lfm-2.5", "lfm2", reasons=True)),

@@ -36,7 +36,8 @@ def test_features_equal_transformers(case, tmp_path, record_property):
 
 
 WHOLE = (
-    "mistral3", "smolvlm", "qwen3.5", "qwen3-vl", "qwen3-vl, experts", "gemma3", "gemma4", "gemma4, inputs", "lfm2",
+    "mistral3", "smolvlm", "qwen3.5", "qwen3-vl", "qwen3-vl, experts", "internvl", "gemma3", "gemma4",
+    "gemma4, inputs", "lfm2",
 )  # fmt: skip
 
 

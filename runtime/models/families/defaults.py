@@ -191,6 +191,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "Idefics3ForConditionalGeneration": _LLAMA,
+    "InternVLForConditionalGeneration": _QWEN_2 | {"tie_word_embeddings": True},
     "LlamaForCausalLM": _LLAMA,
     "Ministral3ForCausalLM": _MINISTRAL_3,
     "MinistralForCausalLM": _MISTRAL,

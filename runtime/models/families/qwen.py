@@ -35,6 +35,7 @@ SHARED_NAMES = {
     "shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
 }
 MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **EXPERT_NAMES})
+INTERNVL_WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names, base="language_model.")
 IMAGE_TEXT_MOE_WEIGHT_MAP = WeightMap(
     {part: name.removeprefix("model.") for part, name in MOE_WEIGHT_MAP.names.items()},
     base="model.language_model.",
@@ -52,13 +53,20 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     return _decoder(config, _mixture(config))
 
 
+def internvl_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec for an InternVL's text part; raises CallboardError for another kind than Qwen2's."""
+    if (kind := config.get("model_type") or "qwen2") not in ("qwen2", "internvl"):
+        raise CallboardError(f"The model's text_config is of type {kind!r}; supported is qwen2.")
+    return decoder_spec(config)
+
+
 def image_text_moe_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec for a Qwen3-VL's text part with experts. Their weights always have the sum 1."""
     return moe_decoder_spec({**config, "norm_topk_prob": True})
 
 
 def _decoder(config: Mapping[str, Any], ffn: FfnSpec, first_window: int = 0) -> DecoderSpec:
-    is_qwen2 = config["architectures"] == ["Qwen2ForCausalLM"]
+    is_qwen2 = config["architectures"][0] in ("Qwen2ForCausalLM", "InternVLForConditionalGeneration")
     own = {"qkv_bias": True, "out_bias": False} if is_qwen2 else {"qk_norm": "head"}
     windows = {**config, "sliding_window": config["use_sliding_window"] and config["sliding_window"]}
     mixers = llama.attentions(windows, llama.attention(config, **own), lambda i: i >= first_window)

@@ -154,6 +154,68 @@ def _lfm2(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
     )
 
 
+_INTERNVL_NAMES = {
+    "class_token": "vision_tower.embeddings.cls_token",
+    "patch": "vision_tower.embeddings.patch_embeddings.projection",
+    "positions": "vision_tower.embeddings.position_embeddings",
+    "norm": "multi_modal_projector.layer_norm",
+    "linear_1": "multi_modal_projector.linear_1",
+    "linear_2": "multi_modal_projector.linear_2",
+} | _layer_names(
+    "vision_tower.encoder.layer.{}.",
+    norm1="layernorm_before",
+    norm2="layernorm_after",
+    qkv_proj="attention.?_proj",
+    out="attention.projection_layer",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    scale1="lambda_1",
+    scale2="lambda_2",
+)
+_INTERNVL: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "attention_bias": False,
+    "norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True,
+    "use_absolute_position_embeddings": True,
+}  # fmt: skip
+
+
+def _internvl(config: Config, vision: dict[str, Any], text: Config) -> TowerSpec:
+    vision = _INTERNVL | vision
+    for name, supported in (("use_qk_norm", False), ("use_mean_pooling", True), ("norm_type", "layer_norm")):
+        if vision[name] != supported:
+            raise CallboardError(f"The image encoder's {name} is {vision[name]}; supported is {supported}.")
+    for name in ("image_size", "patch_size"):
+        sides = vision[name] if isinstance(vision[name], list | tuple) else [vision[name]]
+        if len(set(sides)) != 1:
+            raise CallboardError(f"The image encoder's {name} is {sides}; supported are squares.")
+        vision[name] = sides[0]
+    hidden, merge, out = vision["hidden_size"], int(1 / config.get("downsample_ratio", 0.5)), text["hidden_size"]
+    siglip = _siglip(vision, text)
+    return TowerSpec(
+        **siglip
+        | {
+            "num_layers": _last_layer(config, vision["num_hidden_layers"]),
+            "position_shape": (siglip["position_shape"][0] + 1, hidden),
+        },
+        merge=merge,
+        positions="learned",
+        class_token=True,
+        qkv_bias=vision["attention_bias"],
+        layer_scales=True,
+        projector=(
+            Step("blocks"),
+            Step("norm", "norm", (hidden * merge**2,), True, 1e-5),
+            Step("linear", "linear_1", (out, hidden * merge**2), True),
+            Step(_activation(config.get("projector_hidden_act", "gelu"))),
+            Step("linear", "linear_2", (out, out), True),
+        ),
+        names=_INTERNVL_NAMES,
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+    )
+
+
 _PIXTRAL_NAMES = {
     "patch": "vision_tower.patch_conv",
     "patch_norm": "vision_tower.ln_pre",
@@ -349,6 +411,7 @@ _TOWERS: dict[str, Callable[[Config, dict[str, Any], Config], TowerSpec]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Idefics3ForConditionalGeneration": _idefics3,
+    "InternVLForConditionalGeneration": _internvl,
     "Lfm2VlForConditionalGeneration": _lfm2,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen3VLForConditionalGeneration": _qwen3_vl,

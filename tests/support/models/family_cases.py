@@ -59,6 +59,7 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
     "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
     "Idefics3Config": ({"model_type": "llama"}, _VISION),
+    "InternVLConfig": ({"model_type": "qwen2"}, _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "Lfm2VlConfig": ({"model_type": "lfm2"}, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
     "Qwen3VLConfig": ({}, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
@@ -128,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("LlamaConfig", yarn()),
     "yarn, scaled": ("LlamaConfig", yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
     "idefics3": ("Idefics3Config", {}),
+    "internvl": ("InternVLConfig", {"tie_word_embeddings": True}),
     "smolvlm": ("SmolVLMConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral, window": ("MistralConfig", {"sliding_window": 13}),
@@ -330,7 +332,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
-    "idefics3", "smolvlm", "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower",
+    "idefics3", "internvl", "smolvlm", "mistral, some windows", "mistral, with a vision tower",
+    "ministral3, with a vision tower",
     "olmo2", "lfm2, with a vision tower", "qwen3, with a vision tower",
     "qwen3 moe, with a vision tower",
     "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",

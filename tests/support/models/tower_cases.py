@@ -238,6 +238,16 @@ CASES = {
         _lfm2,
         (((16, 40),),),
     ),
+    "internvl": TowerCase(
+        "InternVLConfig",
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": _VIT | {"image_size": [32, 32], "patch_size": [4, 4], "norm_type": "layer_norm"},
+            "image_token_id": 150,
+        },
+        _gemma3,
+        (((32, 32),), ((32, 32),) * 3),
+    ),
     "smolvlm": TowerCase("SmolVLMConfig", _IDEFICS3, _idefics3, _TILES),
     "idefics3": TowerCase("Idefics3Config", _IDEFICS3 | {"scale_factor": 2}, _idefics3, _TILES),
 }
