@@ -120,6 +120,7 @@ class EngineMetrics:
             "callboard:state_snapshots": stats.snapshots,
             "callboard:state_snapshots_evicted": stats.snapshots_evicted,
             "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
+            "callboard:images_encoded": stats.images_encoded,
             "vllm:prompt_tokens": stats.prompt_tokens - self._num_moved_tokens,
             "vllm:generation_tokens": self._num_tokens,
             "vllm:num_preemptions": stats.preemptions,

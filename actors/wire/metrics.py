@@ -66,6 +66,7 @@ ENGINE_METRICS = {  # counted by the engine
     ),
     "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),
+    "callboard:images_encoded": _counter("Images that the encoder computed; others were in the pool or a cache."),
     "vllm:prompt_tokens": _counter("Prompt tokens of admitted requests."),
     "vllm:generation_tokens": _counter("Tokens sampled for requests."),
     "vllm:num_preemptions": _counter("Times that a request lost its slot to another."),

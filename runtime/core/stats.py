@@ -30,6 +30,7 @@ class EngineStats:
     prompt_tokens_cached: int = 0  # prompt tokens found in the prefix cache
     structured_lazy: int = 0  # outputs with a grammar, by the grammar's engine
     structured_eager: int = 0
+    images_encoded: int = 0  # by each runner; images found in the pool are not among them
 
     @property
     def accepted_draft_tokens(self) -> int:

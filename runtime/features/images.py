@@ -62,9 +62,9 @@ class Images(Extra):
         # In the step that is being planned:
         self._used: dict[RequestState, list[_Key]] = {}  # images that a row reads
         self._new: dict[_Key, Image] = {}  # images among them that it encodes
-        self._num_encoded = 0
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
+        self._stats = stats
         # tokens in which a row's images must fit into the pool at once
         self._least_row = kv_cache.least_row if self._chunked else 1 << 62
         assert kv_cache.least_row == 1 or not self._info.stays_whole, "rows of chunks would end within images"
@@ -199,7 +199,7 @@ class Images(Extra):
         runs = [run for state in self._used for run in self._runs(state, step, firsts)]
         if runs:
             step.plan.embeds = np.ascontiguousarray(np.concatenate(runs, axis=1), np.int32)
-        self._num_encoded += len(self._new)
+        self._stats.images_encoded += len(self._new)
         self._used.clear()
         self._new.clear()
 
@@ -216,9 +216,6 @@ class Images(Extra):
                 rows = self._pool.first_row(image.key) + first + begins
                 runs.append(np.stack((positions[begins] - start + firsts[row], rows, counts)))
         return runs
-
-    def stats(self) -> dict[str, float]:
-        return {"images_encoded": self._num_encoded}
 
 
 def _decodes(step: Step, running: Sequence[RequestState]) -> bool:

@@ -84,7 +84,9 @@ class ChoiceUsage:
             self.num_accepted += verified.num_accepted
 
 
-def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], speculates: bool) -> dict[str, Any]:
+def usage(
+    num_prompt: int, num_cached: int, num_image: int, choices: Sequence[ChoiceUsage], speculates: bool
+) -> dict[str, Any]:
     """Return OpenAI's usage object. Only servers with a draft report details of the completion.
 
     completion_tokens include accepted predictions but not rejected ones."""
@@ -93,7 +95,7 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], spec
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens_details": {"cached_tokens": num_cached} | ({"image_tokens": num_image} if num_image else {}),
     }
     if speculates:
         num_accepted = sum(choice.num_accepted for choice in choices)

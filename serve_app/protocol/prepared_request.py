@@ -155,4 +155,12 @@ class PreparedRequest(Generic[R]):
         """Return OpenAI's usage object. A prompt counts once for all its choices, with the fewest cached tokens."""
         n, num_prompt = self.num_choices, sum(map(len, self.prompts.token_ids))
         num_cached = sum(min(c.num_cached for c in choices[at : at + n]) for at in range(0, len(choices), n))
-        return usage(num_prompt, num_cached, choices, self.model.speculates)
+        num_image = sum(map(self.num_image_tokens, range(0, len(self.requests), n)))
+        return usage(num_prompt, num_cached, num_image, choices, self.model.speculates)
+
+    def num_image_tokens(self, index: int) -> int:
+        """Return the prompt tokens of engine request `index` that have an image's embedding."""
+        request, info = self.requests[index], self.model.info.images
+        if info is None:
+            return 0
+        return sum(list(request.token_ids[span.begin : span.end]).count(info.token_id) for span in request.images)

@@ -142,5 +142,7 @@ class ChunkStream(EventStream):
         if not self._continuous_usage:
             return self._close
         num_prompt, so_far = self._prepared.requests[index].prompt_len, self._usages[index]
-        counts = usage(num_prompt, so_far.num_cached, [so_far], self._prepared.model.speculates)
+        prepared = self._prepared
+        num_image = prepared.num_image_tokens(index)
+        counts = usage(num_prompt, so_far.num_cached, num_image, [so_far], prepared.model.speculates)
         return b',"usage":' + encode_json(counts) + b"}\n\n"

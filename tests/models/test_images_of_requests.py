@@ -10,7 +10,6 @@ from runtime.assembly.engine import build_engine
 from runtime.base.types import Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.features.images import Images
 from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft import LocalWire
@@ -65,7 +64,7 @@ def answers(core: EngineCore, requests: list[Request] = REQUESTS, lost_after: in
 
 
 def num_encoded(core: EngineCore) -> float:
-    return core.extras[Images].stats()["images_encoded"]
+    return core.current_stats().images_encoded
 
 
 @cache

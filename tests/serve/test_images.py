@@ -127,6 +127,16 @@ async def test_tokenize_shows_the_tokens_of_images():
     assert answer.json()["tokens"].count(257) == len(SEEN)
 
 
+async def test_usage_counts_the_tokens_of_images():
+    async with client_with_images(engine_with_images()) as client:
+        chat = await client.post(CHAT, json={"messages": [user(IMAGE_URL, text(" and "), IMAGE_URL)], "n": 2})
+        response = await client.post(RESPONSES, json={"input": [user(INPUT_IMAGE)]})
+        plain = await client.post(CHAT, json={"messages": [user(text("a"))]})
+    assert chat.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * len(SEEN)
+    assert response.json()["usage"]["input_tokens_details"]["image_tokens"] == len(SEEN)
+    assert "image_tokens" not in plain.json()["usage"]["prompt_tokens_details"]
+
+
 async def test_detail_reaches_the_processor():
     images, engine = FakeImages(), engine_with_images()
     async with client_with_images(engine, TEMPLATE, images) as client:
