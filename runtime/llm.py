@@ -33,7 +33,7 @@ from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
-from runtime.output.image_forms import processor_for, with_images, with_marks
+from runtime.output.image_forms import conversations_in, processor_for, with_images, with_marks
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
@@ -155,8 +155,7 @@ class LLM:
         self.tokenizer = load_tokenizer(path, self.config)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
-        # It takes less memory than is free.
-        self._draft = load_draft(self.config) if self.config.has_draft_model else None
+        self._draft = load_draft(self.config) if self.config.has_draft_model else None  # less memory than is free
         self.runner = build_runner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
         self.engine = build_engine(self.config, self.runner.info, InProcess(self.runner), speculation)
@@ -183,11 +182,9 @@ class LLM:
         Without a seed each prompt gets a random one. `progress` shows a bar; default: from 8 prompts on. `adapter` is a
         result of `load_adapter`. `options` are fields of runtime.output.options.OutputOptions, as over HTTP. With `n`,
         one prompt's completions are adjacent. They match `response_format` or `structured_outputs`. `prompt_len` is
-        where an output in the prompt begins, one for all prompts or one for each: `prompt_logprobs` scores it as it was
-        sampled."""
+        where an output in the prompt begins, one for all or one each: `prompt_logprobs` scores it as it was sampled."""
         asked = read_options(OutputOptions, options)
-        grammar = asked.requested_grammar()
-        batch: list[_Prompt] = [(ids, None, grammar, ()) for ids in self._encode_all(prompts)]
+        batch = self._encode_all(prompts, asked.requested_grammar())
         return self._run(batch, params, asked.n or 1, progress, adapter, prompt_len)
 
     def chat(
@@ -208,9 +205,8 @@ class LLM:
         `tools`, `tool_choice`, `chat_template_kwargs` and others. Reasoning and tool calls are parsed from the text."""
         asked = read_options(ChatOptions, options)
         asked.check()
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
-        return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress, adapter)
+        chats = conversations_in(messages) or cast(Sequence[Sequence[Message]], [messages])
+        return self._run([self._chat(c, asked) for c in chats], params, asked.n or 1, progress, adapter)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return a conversation's token ids, up to where the model's answer begins."""
@@ -240,20 +236,26 @@ class LLM:
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompt | Sequence[Prompt] | Sequence[Message] | Sequence[Sequence[Message]],
         dimensions: int | None = None,
         *,
         progress: bool | None = None,
         adapter: str = "",
+        add_special_tokens: bool = False,
+        **options: Any,
     ) -> list[list[float]]:
-        """Return the vectors of texts or token id lists in order, as /v1/embeddings does.
+        """Return the vectors of texts, token id lists or conversations in order, as /v1/embeddings does.
 
-        `dimensions` shortens each vector to this length, if the model is trained for that."""
+        `dimensions` shortens each vector to this length, if the model is trained for that. A conversation has messages
+        as in `chat`. `add_special_tokens` and `options` (ChatOptions) are for these."""
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels:
             raise CallboardError("This model makes scores, not embeddings; use `score`.")
         dimensions = None if dimensions is None else integer(dimensions, "dimensions", 1)
-        pooled = self._pool(self._encode_all(texts), progress, adapter)
+        asked = read_options(ChatOptions, {"add_generation_prompt": False} | options)
+        asked.check()
+        chats = [self._chat(c, asked, add_special_tokens) for c in conversations_in(texts)]
+        pooled = self._pool(chats or self._encode_all(cast(Sequence[Prompt], texts)), progress, adapter)
         return [embedding(p, pooling, dimensions).tolist() for p in pooled]
 
     def score(
@@ -281,11 +283,10 @@ class LLM:
             prompts = [prompter.ids(query, text) for query, text in pairs]
         else:
             prompts = [self.tokenizer.encode_contents(text) for text in texts_of(pairs)]
-        return scores(pairs, self._pool(prompts, progress, adapter), pooling)
+        return scores(pairs, self._pool(self._encode_all(prompts), progress, adapter), pooling)
 
     def load_adapter(self, path: str) -> str:
-        """Load the adapter (LoRA) in a folder that peft has written, while there is room (`max_loras`). Returns the
-        digest that names it from then on."""
+        """Load the adapter (LoRA) in a folder that peft has written, and return its digest; `max_loras` limits them."""
         path = resolve_adapter(path)
         adapter, adapters = read_adapter(path), self.engine.extras[AdapterTable]
         if adapter.digest not in adapters.loaded:
@@ -302,19 +303,20 @@ class LLM:
         """Make room for another one; no stream may have it any more."""
         self.engine.extras[AdapterTable].release(adapter)
 
-    def _encode_all(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _encode_all(self, prompts: Prompt | Sequence[Prompt], grammar: RequestedGrammar | None = None) -> list[_Prompt]:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and is_integer(prompts[0]))
-        return [self._encode(prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
+        each = cast(Sequence[Prompt], [prompts] if is_one else prompts)
+        return [(self._encode(prompt), None, grammar, ()) for prompt in each]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else integers(prompt, "The prompt")
 
-    def _chat(self, messages: Sequence[Message], options: ChatOptions) -> _Prompt:
+    def _chat(self, messages: Sequence[Message], options: ChatOptions, special: bool = False) -> _Prompt:
         if self._chats is None:
             raise CallboardError("This model has no chat template; use `generate` with a plain prompt.")
         messages, sources = with_marks(messages)
         prompt = self._chats.prompt(messages, options)
-        ids, images = with_images(prompt.encode(prompt.source, False), sources, self._images)
+        ids, images = with_images(prompt.encode(prompt.source, special), sources, self._images)
         return ids, prompt.message_format, self._chats.grammar(options, prompt.message_format), images
 
     def _run(
@@ -342,17 +344,17 @@ class LLM:
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
         return [choice.completion() for choice in done]
 
-    def _pool(self, prompts: list[list[int]], progress: bool | None, adapter: str) -> list[bytes]:
+    def _pool(self, prompts: list[_Prompt], progress: bool | None, adapter: str) -> list[bytes]:
         """The pooled vector of each prompt."""
-        vectors = (self._add_pooled(ids, adapter) for ids in prompts)
+        vectors = (self._add_pooled(ids, images, adapter) for ids, _, _, images in prompts)
         done = self._finish(vectors, "prompts", len(prompts) >= _LONG_BATCH if progress is None else progress)
         for at, vector in enumerate(done):
             if vector.error:
                 raise CallboardError(f"Prompt {at} has no vector: {vector.error}")
         return [vector.numbers for vector in done]
 
-    def _add_pooled(self, ids: list[int], adapter: str) -> _Vector:
-        vector = _Vector(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter))
+    def _add_pooled(self, ids: list[int], images: tuple[ImageSpan, ...], adapter: str) -> _Vector:
+        vector = _Vector(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter, images=images))
         self.engine.add(vector.request, vector)
         return vector
 

@@ -64,6 +64,15 @@ def with_marks(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str,
     return plain, sources
 
 
+def conversations_in(given: Sequence[Any]) -> Sequence[Sequence[Mapping[str, Any]]]:
+    """Return one conversation or several as a list; empty for prompts without messages."""
+    first = given[0] if len(given) else None
+    if isinstance(first, Mapping):
+        return [given]
+    is_nested = isinstance(first, Sequence) and bool(first) and isinstance(first[0], Mapping)
+    return given if is_nested else []
+
+
 def processor_for(info: ImageInfo | None, folder: Path, tokenizer: Tokenizer) -> ImageProcessor | None:
     """Return the processor of pictures for a model in this process; None if it takes none."""
     if info is None:

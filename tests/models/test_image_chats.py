@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from PIL import Image
 
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
 from runtime.output.image_forms import file_of
+from runtime.output.options import ChatOptions
 from tests.support.http.fake_images import MARK_ID
-from tests.support.models.tiny_images import write_tiny_smolvlm
+from tests.support.models.tiny_images import tiny_tower, write_tiny_smolvlm
+from tests.support.models.tower_cases import CASES
 
 NUM_TOKENS = 4  # tokens of a tile with 64 x 64 pixels
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -53,3 +57,21 @@ def test_a_chat_sees_its_pictures(llm: LLM, tmp_path: Path):
 def test_a_model_without_its_encoder_refuses_pictures(folder: Path):
     with pytest.raises(CallboardError, match="takes no images here"):
         LLM(str(folder), device="cpu", dtype="float32", images="off").chat(about(picture(1)), GREEDY)
+
+
+@torch.no_grad()
+def test_embeddings_of_pictures_equal_transformers(folder: Path):
+    llm = LLM(str(folder), device="cpu", dtype="float32", pooling="last")
+    chats = [about(picture(1)), about(Image.fromarray(picture(1))), about(picture(2))]
+    one, same, other = map(np.array, llm.embed(chats))
+    assert np.array_equal(one, same)
+    assert not np.allclose(one, other, atol=1e-4)
+    assert np.allclose(llm.embed(chats[0])[0], one, atol=1e-5)
+    ids, _, _, (span,) = llm._chat(chats[0], ChatOptions(add_generation_prompt=False))
+    pixels = np.frombuffer(span.image.pixels, np.uint8)
+    tiles = np.split(pixels, np.cumsum([3 * h * w for h, w in span.image.sizes])[:-1])
+    pictures = [tile.reshape(*size, 3) for tile, size in zip(tiles, span.image.sizes, strict=True)]
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = CASES["smolvlm"].inputs(tiny_tower(8), pictures)
+    want = theirs.model(input_ids=torch.tensor([ids]), **inputs).last_hidden_state[0, -1].numpy()
+    assert one @ want / np.linalg.norm(want) > 0.999999

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from runtime.base.model.pooling import Pooling
 from serve_app.apis.batches import worker as batches_module
 from serve_app.apis.batches.lines import append, finished
 from serve_app.apis.batches.store import BatchStore
@@ -28,6 +30,7 @@ from tests.support.http.batches import (
     results,
 )
 from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer, client_of
+from tests.support.http.fake_images import URL, engine_with_images, service_with_images
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,20 @@ async def test_pages_of_other_sites_upload_nothing(tmp_path: Path):
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_a_line_of_a_batch_has_a_picture(tmp_path: Path, path: str):
+    engine = engine_with_images()
+    engine.info = replace(engine.info, pooling=Pooling("last"))
+    picture = {"type": "image_url", "image_url": {"url": URL}}
+    body = {"messages": [{"role": "user", "content": [picture]}]}
+    async with front(tmp_path, engine, service_with_images(engine)) as one:
+        client = one.client()
+        batch = await ended(client, (await created(client, [line("a", path, **body)], path)).id)
+        (result,) = (await results(client, batch.output_file_id)).values()
+    assert result["response"]["status_code"] == 200
+    assert len(engine.requests[-1].images) == 1
 
 
 async def test_a_batch_gives_the_same_answers_as_its_route(tmp_path: Path):

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from runtime.base.images import ImageSpan
+from runtime.base.model.pooling import Pooling
 from serve_app.settings import HttpSettings
 from tests.support.http.fake_engine import MODEL, assert_error
 from tests.support.http.fake_images import (
@@ -243,3 +244,23 @@ async def test_an_engine_without_encoder_refuses_pictures():
     async with client_with_images(engine) as client:
         answer = await client.post(CHAT, json={"messages": [user(IMAGE_URL)]})
     assert_error(answer, 400, "messages.0.content.0.type", "its encoder is off (images) or not among its files")
+
+
+async def test_a_chat_with_pictures_has_an_embedding():
+    engine = engine_with_images()
+    engine.info = replace(engine.info, pooling=Pooling("last", normalized=True))
+    body = {"model": MODEL, "messages": [user(IMAGE_URL, text("aab"))]}
+    async with client_with_images(engine) as client:
+        for path in ("/v1/embeddings", "/pooling"):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert shown_prompt(engine) == f"<user>{SEEN}aab"
+            assert len(engine.requests[-1].images) == 1
+        await client.post("/v1/embeddings", json={"messages": [user(text("aab"))], "add_generation_prompt": True})
+        assert shown_prompt(engine) == "<user>aab<assistant>"
+        both = await client.post("/v1/embeddings", json=body | {"input": "a"})
+        assert_error(both, 400, "input", "not both")
+        engine.info = replace(engine.info, images=None)
+        ended = [*body["messages"], {"role": "assistant", "content": ""}]
+        refused = await client.post("/v1/embeddings", json=body | {"messages": ended, "continue_final_message": True})
+    assert_error(refused, 400, "messages.0.content.0.type", "takes no images")

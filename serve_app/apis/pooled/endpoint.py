@@ -6,17 +6,27 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from runtime.base.images import ImageSpan
 from runtime.base.model.pooling import Pooling
 from runtime.base.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter, Part, encoder_of
 from runtime.output.vectors import embedding, scores, texts_of
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
-from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
+from serve_app.apis.pooled.request import (
+    EmbeddingChatRequest,
+    EmbeddingRequest,
+    PooledFields,
+    PoolingChatRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
@@ -53,17 +63,24 @@ class PreparedPooling(Generic[P]):
         return encode_json({**head, **fields, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
 
 
+class PooledPrompt(NamedTuple):
+    """A prompt to pool."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
 class PooledEndpoint(ABC, Generic[P]):
     """One kind of request, listed in POOLED_ENDPOINTS."""
 
     paths: ClassVar[tuple[str, ...]]  # the first is documented, the others are aliases
-    operation: ClassVar[Operation]
+    operation: ClassVar[Operation]  # its last kind of requests is the one with messages
     request_type: type[P]
     id_prefix: ClassVar[str]
 
     @abstractmethod
-    def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
-        """Yield the token ids of each prompt; raises FieldError or ApiError."""
+    def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> Iterator[PooledPrompt]:
+        """Yield each prompt; raises FieldError or ApiError."""
 
     @abstractmethod
     def answer(self, prepared: PreparedPooling[P], pooled: Sequence[bytes]) -> bytes:
@@ -74,9 +91,14 @@ class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
     """The model's vectors: embeddings, or the logits of a classifier's labels."""
 
     paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
-    operation = Operation("Vectors of texts as the model makes them", Pooled, (PoolingRequest,), WHOLE_ANSWERS)
+    operation = Operation(
+        "Vectors of texts as the model makes them", Pooled, (PoolingRequest, PoolingChatRequest), WHOLE_ANSWERS
+    )
 
-    def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+    def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[PooledPrompt]:
+        if isinstance(request, PoolingChatRequest):
+            yield _chat_prompt(request, model)
+            return
         given = request.inputs()
         for at, value in enumerate(given):
             yield _input_ids(request, value, model, "input" if len(given) == 1 else f"input.{at}")
@@ -94,9 +116,11 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     paths: ClassVar[tuple[str, ...]] = ("/v1/embeddings",)
     id_prefix = "embd-"
     request_type: type[EmbeddingRequest] = EmbeddingRequest
-    operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), WHOLE_ANSWERS)
+    operation = Operation(
+        "Vectors of texts, or of a chat", Embeddings, (EmbeddingRequest, EmbeddingChatRequest), WHOLE_ANSWERS
+    )
 
-    def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+    def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[PooledPrompt]:
         if pooling.num_labels:
             raise ApiError(400, "This model makes scores, not embeddings; use /v1/rerank or /v1/score.", param="model")
         return POOLING.prompts(request, model, pooling)
@@ -114,7 +138,7 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
     operation = Operation("How well texts match", Scores, (ScoreRequest,), WHOLE_ANSWERS)
 
-    def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+    def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[PooledPrompt]:
         pairs = request.pairs()
         if pooling.num_labels:
             return _pair_ids(request, pairs, model, pooling, "text_1", "text_2")
@@ -133,7 +157,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
     paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
     operation = Operation("Documents in the order of a query", Ranking, (RerankRequest,), WHOLE_ANSWERS)
 
-    def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+    def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[PooledPrompt]:
         pairs = [(request.query, text) for text in request.texts()]
         if pooling.num_labels:
             return _pair_ids(request, pairs, model, pooling, "query", "documents")
@@ -166,8 +190,8 @@ def _most(request: PooledFields, model: ServedModel) -> tuple[int, int | None]:
 
 def _input_ids(
     request: PooledFields, value: str | list[int], model: ServedModel, where: str, is_content: bool = False
-) -> list[int]:
-    """Return one input's token ids; raises FieldError or ApiError. Special tokens in contents are plain text.
+) -> PooledPrompt:
+    """Return one input's prompt; raises FieldError or ApiError. Special tokens in contents are plain text.
 
     A truncated text keeps the special tokens at its end, since a vector is often the last token's."""
     (limit, most), tokenizer = _most(request, model), model.tokenizer
@@ -194,8 +218,8 @@ def _pair_ids(
     pooling: Pooling,
     query_field: str,
     document_field: str,
-) -> Iterator[list[int]]:
-    """Yield the token ids of pairs for a classifier."""
+) -> Iterator[PooledPrompt]:
+    """Yield the prompts of pairs for a classifier."""
     if pooling.num_labels != 1:
         raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; use /pooling.")
     limit, most = _most(request, model)
@@ -210,16 +234,21 @@ def _pair_ids(
         yield _checked(prompter.ids(query, text), limit, document_field)
 
 
-def _checked(ids: list[int], limit: int, where: str) -> list[int]:
+def _chat_prompt(request: PoolingChatRequest, model: ServedModel) -> PooledPrompt:
+    prompt = CHAT.prompt(request.chat(), model)
+    return _checked(prompt.token_ids, _most(request, model)[0], "messages", prompt.images)
+
+
+def _checked(ids: list[int], limit: int, where: str, images: tuple[ImageSpan, ...] = ()) -> PooledPrompt:
     if len(ids) > limit:
+        remedy = "shorten it" if where == "messages" else "shorten it, or send truncate_prompt_tokens"
         raise ApiError(
             400,
-            f"This model takes {limit} tokens at once, but {where} has {len(ids)}; shorten it, or send "
-            "truncate_prompt_tokens.",
+            f"This model takes {limit} tokens at once, but {where} has {len(ids)}; {remedy}.",
             param=where,
             code="context_length_exceeded",
         )
-    return ids
+    return PooledPrompt(ids, images)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from runtime.output.fields import invalid
+from serve_app.apis.chat.messages import ChatMessage, check_new_parts
+from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import PromptValue, prompts_of
-from serve_app.protocol.other_servers import UnsupportedField, refused_fields
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TextOrList, text_or_list_of
+from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField, refused_fields
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TextOrList, only, text_or_list_of
 
 _REFUSED = refused_fields(
     {
@@ -70,6 +72,51 @@ class EmbeddingRequest(PoolingRequest):
     """POST /v1/embeddings."""
 
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class PoolingChatRequest(PoolingRequest):
+    """POST /pooling of a chat, which has one vector."""
+
+    refused: ClassVar[dict[str, UnsupportedField]] = _REFUSED | {"chat_template": UNSUPPORTED_FIELDS["chat_template"]}
+
+    input: Annotated[Any, only(None, remedy="send messages or input, not both")] = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: Annotated[Any, only(None, remedy="a chat is not cut; leave it out")] = None
+
+    def count(self) -> tuple[str, int]:
+        return "messages", 1
+
+    def check(self) -> None:
+        super().check()
+        # A vector of a chat without one of its parts would be another one, so older parts are checked as new ones.
+        check_new_parts("messages", [("user", message.content) for message in self.messages])
+        self.chat().check()
+
+    def chat(self) -> ChatRequest:
+        """Return the chat with the fields that make its prompt."""
+        names = (
+            "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+        )  # fmt: skip
+        return ChatRequest.model_construct(**{name: getattr(self, name) for name in names})
+
+    def ignored_fields(self) -> list[str]:
+        return super().ignored_fields() + self.chat().ignored_fields()
+
+
+class EmbeddingChatRequest(PoolingChatRequest, EmbeddingRequest):
+    """POST /v1/embeddings of a chat."""
+
+
+class PoolingKind(RequestModel):
+    """The field that distinguishes a chat."""
+
+    token_ids_field: ClassVar[str | None] = "input"
+
+    messages: Any = None
 
 
 class ScoreRequest(PooledFields):

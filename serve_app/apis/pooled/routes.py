@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 from runtime.base.model.pooling import POOLED
 from runtime.base.types import Request
 from runtime.output.fields import invalid
-from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
+from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PooledPrompt, PreparedPooling
 from serve_app.apis.pooled.llama_cpp import LlamaEmbeddingEndpoint
 from serve_app.apis.pooled.ollama import OllamaEmbeddingEndpoint, OllamaEmbedEndpoint
+from serve_app.apis.pooled.request import PoolingKind
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import Deadline, check_priority, read_json_body
@@ -56,7 +57,7 @@ class PooledRoute:
         prepared: PreparedPooling[Any] | None = None
         async with UntilClientLeaves(receive, send):
             prepare = partial(self._prepared, body, scope)
-            prepared = await run_preparation(body, scope["owner"], False, prepare)
+            prepared = await run_preparation(body, scope["owner"], _may_be_chat(body), prepare)
         if prepared is None:
             return
         context.model, context.ignored_fields = prepared.model.name, prepared.request.ignored_fields()
@@ -73,7 +74,9 @@ class PooledRoute:
     def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
         """Pure CPU work and thread-safe; raises FieldError or ApiError."""
         endpoint = self._endpoint
-        request = parse(endpoint.request_type, body)
+        is_chat = _may_be_chat(body) and parse(PoolingKind, body).messages is not None
+        kind: Any = endpoint.operation.requests[-1] if is_chat else endpoint.request_type
+        request = parse(kind, body)
         check_priority(request.priority, self._settings)
         model = self._models.computing(request.model)
         if (pooling := model.info.pooling) is None:
@@ -82,11 +85,11 @@ class PooledRoute:
         where, count = request.count()
         if count > (most := self._settings.max_prompts):
             raise invalid(where, f"has {count} texts, but this server allows {most}")
-        prompts: list[list[int]] = []
+        prompts: list[PooledPrompt] = []
         num_tokens = 0
         for prompt in endpoint.prompts(request, model, pooling):
             prompts.append(prompt)
-            num_tokens += len(prompt)
+            num_tokens += len(prompt.token_ids)
             if num_tokens > MAX_PROMPT_TOKENS:  # before the other texts are tokenised
                 prompts.clear()  # since the error keeps this frame until the event loop has answered
                 text = f"The request has over {MAX_PROMPT_TOKENS} tokens, which is the limit; send fewer texts at once."
@@ -95,7 +98,21 @@ class PooledRoute:
         name = endpoint.id_prefix + request_id
         priority, salt = request.priority, request.cache_salt or ""
         requests = [
-            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), POOLED, 0, priority, salt, model.adapter)
-            for i, ids in enumerate(prompts)
+            Request(
+                f"{owned(name, scope['owner'])}-{i}",
+                ids,
+                len(ids),
+                POOLED,
+                priority=priority,
+                cache_salt=salt,
+                adapter=model.adapter,
+                images=images,
+            )
+            for i, (ids, images) in enumerate(prompts)
         ]
         return PreparedPooling(name, request, model, pooling, requests)
+
+
+def _may_be_chat(body: bytes) -> bool:
+    """Return whether a request may have messages, which the event loop never renders."""
+    return b'"messages"' in body

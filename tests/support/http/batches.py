@@ -54,11 +54,13 @@ class Front:
 
 
 @asynccontextmanager
-async def front(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Front]:
+async def front(
+    folder: Path, engine: FakeEngine | None = None, service: Service | None = None, **settings: Any
+) -> AsyncIterator[Front]:
     engine = engine or FakeEngine(group=100, max_model_len=4096, pooling=Pooling("last"))
     http = HttpSettings(api_key=("one", "two"), batch_folder=str(folder), **settings)
     made = Batches(http)
-    app = build_http_app(Service(engine, byte_tokenizer(), MODEL), http, batches=made)
+    app = build_http_app(service or Service(engine, byte_tokenizer(), MODEL), http, batches=made)
     made.start()
     try:
         yield Front(engine, made, app)

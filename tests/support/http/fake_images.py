@@ -73,13 +73,18 @@ def engine_with_images(text: str = "ok") -> FakeEngine:
     return engine
 
 
-def app_with_images(
+def app_with_images(engine: FakeEngine, *model, **options) -> Starlette:
+    """The app of `service_with_images`."""
+    return build_http_app(service_with_images(engine, *model, **options))
+
+
+def service_with_images(
     engine: FakeEngine, template: str = TEMPLATE, images: FakeImages | None = None, spells_marks: bool = False
-) -> Starlette:
+) -> Service:
     service, tokenizer = Service(engine, None, MODEL), byte_tokenizer(template, (MARK,))
     tokenizer.special_tokens_in_contents = spells_marks
     service.start(tokenizer, images=images or FakeImages())
-    return build_http_app(service)
+    return service
 
 
 def client_with_images(engine: FakeEngine, *model) -> httpx.AsyncClient:
