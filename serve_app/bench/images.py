@@ -26,8 +26,10 @@ class RandomImages:
 
     def draw(self, rng: np.random.Generator) -> tuple[str, ...]:
         while len(self._ahead) <= _AHEAD:
-            self._ahead.append(self._thread.submit(self._urls, int(rng.integers(1 << 62))))
-        return self._ahead.popleft().result()
+            urls = self._thread.submit(self._urls, int(rng.integers(1 << 62)))
+            self._ahead.append(urls)
+        urls = self._ahead.popleft()
+        return urls.result()
 
     def _urls(self, seed: int) -> tuple[str, ...]:
         rng = np.random.default_rng(seed)

@@ -217,7 +217,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
             with pytest.raises(EngineRefusal, match="queue_timeout_s") as late:
                 await asyncio.wait_for(task, 60)
             assert late.value.reason is Refusal.LATE
-        assert (len(engine.loop.requests.held), engine.loop.requests.held.num_tokens) == (0, 0)
+        assert (len(engine.loop.requests.held), engine.loop.requests.held.sizes.num_tokens) == (0, 0)
         may_load.set()
         await loading
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])

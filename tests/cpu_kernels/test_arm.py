@@ -17,7 +17,19 @@ from runtime.kernels.llvm.compiler import assembly, target_of
 FLOATS, INT8 = KVForm(torch.float32, 64, 16), KVForm(torch.int8, 64, 16)
 PRODUCT = {"dtype": torch.bfloat16, "adds": True, "has_bias": True}
 KERNELS = [
-    (attention, "fmla", {"form": FLOATS, "group": 3, "window": 0, "soft_cap": 0.0, "has_sinks": False, "max_heads": 3}),
+    (
+        attention,
+        "fmla",
+        {
+            "form": FLOATS,
+            "group": 3,
+            "window": 0,
+            "soft_cap": 0.0,
+            "has_sinks": False,
+            "has_images": False,
+            "max_heads": 3,
+        },
+    ),
     (rope_store, "fmul", {"form": INT8, "has_norms": True, "has_v_norm": True, "stores": True}),
     (dense_product, "fmla", {"is_one_row": True, "converts": False, **PRODUCT}),
     (dense_product, "fmla", {"is_one_row": False, "converts": True, **PRODUCT}),
