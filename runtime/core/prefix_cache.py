@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import islice
 
 from runtime.base.images import ImageSpan
 from runtime.base.kv_cache_spec import KVGroupSpec
@@ -46,7 +46,9 @@ def hash_blocks(
             end = begin + len(block) // size
             while number < len(spans) and spans[number].end <= begin:
                 number += 1
-            for span in takewhile(lambda each: each.begin < end, islice(spans, number, None)):  # noqa: B023
+            for span in islice(spans, number, None):
+                if span.begin >= end:
+                    break
                 block += span.image.digest + (begin - span.begin).to_bytes(4, "little", signed=True)
         parent = blake2b(block, key=parent, digest_size=16).digest()
         block_hashes.append(parent)
