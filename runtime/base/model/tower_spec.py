@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 # How learned positions reach a grid of patches; `models/towers/positions.py` has a function for each
-Positions = Literal["none", "learned", "buckets", "resized", "bilinear", "bicubic", "tables"]
+Positions = Literal["none", "learned", "buckets", "resized", "bilinear", "tables"]
 Rope2d = Literal["none", "interleaved", "halves", "axes"]  # layouts of Pixtral, Qwen and Gemma 4
 
 
