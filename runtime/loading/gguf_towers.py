@@ -66,6 +66,8 @@ def image_rule_of(path: Path) -> ImageRule | None:
     """Return the rule of a model's folder or GGUF file; None for a model that takes no images."""
     if path.is_dir():
         return image_rule(path)
+    if not _encoders_near(path):
+        return None  # without reading the model's file
     tower = find_tower(path, read_gguf_model(GgufFile(path)))
     return None if tower is None else tower.rule
 
@@ -74,15 +76,20 @@ def find_tower(path: Path, text: GgufModel) -> GgufTower | None:
     """Return the image encoder in a model's folder, or in the one above, that fits it; None without one.
 
     A damaged encoder is reported and not used, since the model still serves texts."""
-    for folder in (path.parent, path.parent.parent):
-        for name in image_encoders(file.name for file in folder.glob("*.gguf")):
-            try:
-                if tower := _fitting(GgufFile(folder / name), text):
-                    return tower
-                logger.info("%s is another model's image encoder, or of an unknown kind, and is not used", name)
-            except CallboardError as e:
-                logger.warning("The image encoder cannot be used: %s", e)
+    for file in _encoders_near(path):
+        try:
+            if tower := _fitting(GgufFile(file), text):
+                return tower
+            logger.info("%s is another model's image encoder, or of an unknown kind, and is not used", file.name)
+        except CallboardError as e:
+            logger.warning("The image encoder cannot be used: %s", e)
     return None
+
+
+def _encoders_near(path: Path) -> list[Path]:
+    """Return the image encoders in a model's folder, then those in the one above."""
+    folders = path.parent, path.parent.parent
+    return [folder / name for folder in folders for name in image_encoders(each.name for each in folder.glob("*.gguf"))]
 
 
 def _fitting(file: GgufFile, text: GgufModel) -> GgufTower | None:
