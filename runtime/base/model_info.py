@@ -11,6 +11,22 @@ from runtime.base.weight_version import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
+class TierInfo:
+    """A tier of KV blocks and states in host memory that outlives the engine. The runner describes it.
+
+    A slot holds one rank's bytes of one block, or one part of a state."""
+
+    folder: str  # the region's files
+    layout: str  # what a slot's bytes mean; regions with other layouts are apart
+    slot_bytes: int
+    num_slots: int
+    num_ranks: int = 1
+    state_slots: int = 0  # slots of a state's snapshot; 0 for a model without states
+    environment: bytes = b""  # digest of what changes bits but not the fingerprint: versions, device, threads
+    host: str = ""  # the machine that has the folder
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts about a loaded model for engine and fronts. The runner finds them once and sends them as plain data."""
 
@@ -35,3 +51,4 @@ class ModelInfo:
     weights: WeightVersion | None = None  # None without weight_updates
     routed_experts: tuple[int, int] | None = None  # layers with experts, and choices per token; None if not reported
     images: ImageInfo | None = None  # None for a model that takes no images
+    tier: TierInfo | None = None  # None without a tier

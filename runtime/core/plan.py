@@ -1,11 +1,11 @@
 """StepPlan and StepResult: the messages between an engine and a runner, and their binary form.
 
 Order is the contract. A runner applies plans in `step_id` order, and returns results in the same order. It applies
-each plan as free slots -> open slots -> write block tables -> encode images -> run rows -> sample. Opening a slot
-copies the snapshot that its request continues; rows store the snapshots that the plan takes. A plan may therefore
-reuse a slot or a block that an earlier plan still reads (C2). A row may also start at a token that the step before it
-samples, because sampled tokens stay in the slot. A plan contains only tokens that no step has sampled, such as draft
-tokens:
+each plan as free slots -> open slots -> write block tables -> start transfers -> encode images -> run rows -> sample.
+Opening a slot copies the snapshot that its request continues; rows store the snapshots that the plan takes. A plan may
+therefore reuse a slot or a block that an earlier plan still reads (C2). A plan may have transfers alone: its result
+waits until one of them ends, but not for long. A row may also start at a token that the step before it samples, because
+sampled tokens stay in the slot. A plan contains only tokens that no step has sampled, such as draft tokens:
 
     a row that verifies 3 drafts      position  p   p+1  p+2  p+3          4 tokens, 3 of a draft, 4 samples
                                       token     t   g1   g2   g3           t is in the slot, g1..g3 are in the plan
@@ -59,6 +59,16 @@ class Encoding(msgspec.Struct, array_like=True):
     num_rows: int
 
 
+class Transfers(msgspec.Struct, array_like=True):
+    """Copies between the cache and the tier, one an index. Keys find their slots in the tier (runtime/tier)."""
+
+    numbers: Int32s  # [n] by which results name them
+    groups: Int32s  # [n] KV group of the block; -1 for a state
+    blocks: Int32s  # [n] the block; a state's row in the state cache
+    parts: Int32s  # [n] the state's part that fills one slot; 0 for a block
+    keys: bytes  # 16 bytes each
+
+
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     """One step, made by the scheduler and owned by it until encoded; the runner only reads it."""
 
@@ -79,6 +89,8 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, state cache row for the state there
     encodings: list[Encoding] = []
     embeds: Int32s = EMPTY_TABLE  # [3, n] first token's index in the step, its row in the pool, number of tokens
+    stores: Transfers | None = None  # read as earlier plans have left the cache
+    loads: Transfers | None = None  # no row reads these blocks before a result names them
 
     @property
     def has_images(self) -> bool:
@@ -115,6 +127,10 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     sampling_logprobs: Float32s = np.zeros(0, np.float32)
     # (number, report): the number of the row that it is about. A number below 0 leaves it to `Extra.on_result`.
     reports: list[tuple[int, Report]] = []
+    # Numbers of transfers that have ended since the last result; damaged ones found no slot, or other bytes.
+    stored: Int32s = EMPTY
+    loaded: Int32s = EMPTY
+    damaged: Int32s = EMPTY
 
     def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
         """Return the log-probabilities of token `logprob_rows[at]` that its request's `params` request."""
