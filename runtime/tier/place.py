@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -29,6 +29,7 @@ _MEMORY = Path("/dev/shm")
 _MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # by default; about ten minutes of what a CPU computes
 LEAST_BYTES = 64 << 20  # a default tier smaller than this is off
 _DIGEST = "[0-9a-f]{16}"
+_CREATION_S = 60.0  # limit for a region's creation; what has the name of one and is older was left by a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class StoredRegion:
 
     folder: Path
     num_bytes: int  # memory or disk that it takes now
-    is_used: bool  # a process has it open
+    is_used: bool  # a process has it open, or creates it
     opened: float  # time of the last opening
 
 
@@ -99,7 +100,9 @@ def stored_regions(base: Path, name: str | None = None) -> list[StoredRegion]:
             with contextlib.suppress(OSError):
                 if pattern.fullmatch(folder.name) and folder.is_dir():
                     num_bytes = sum(file.stat().st_blocks for file in folder.iterdir()) * 512
-                    found.append(StoredRegion(folder, num_bytes, _is_used(folder), folder.stat().st_mtime))
+                    opened = folder.stat().st_mtime
+                    is_new = "." in folder.name.rpartition("-")[2] and time.time() - opened < _CREATION_S
+                    found.append(StoredRegion(folder, num_bytes, is_new or _is_used(folder), opened))
     return sorted(found, key=lambda region: region.opened)
 
 
@@ -158,24 +161,9 @@ def _free_bytes(base: Path) -> int:
 
 def _is_used(folder: Path) -> bool:
     """Return True if a process has the region open, and so has a lock of its head."""
-    with _opened(folder / "head") as file:
-        if file is None:
-            return False
+    with contextlib.suppress(FileNotFoundError), open(folder / "head", "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
-        yield file
-    finally:
-        os.close(file)
