@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
-_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # by default; about ten minutes of what a CPU computes
+_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # without kv_tier_memory; a CPU computes as much in ten minutes
 LEAST_BYTES = 64 << 20  # a default tier smaller than this is off
 _DIGEST = "[0-9a-f]{16}"
-_CREATION_S = 60.0  # limit for a region's creation; what has the name of one and is older was left by a killed process
+_CREATION_S = 60.0  # limit for a region's creation; older ones that are not complete were left by killed processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class StoredRegion:
 
 
 def base_folder(folder: str | None) -> Path:
-    """Return the folder of all regions for a value of kv_tier_folder."""
+    """Return the folder with all regions, for the setting kv_tier_folder."""
     return Path(folder) if folder else _MEMORY / f"callboard-{os.getuid()}"
 
 
 def host() -> str:
-    """Return a name of this machine, or of this container."""
+    """Return this machine's or container's name."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
