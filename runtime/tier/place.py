@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
-_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # without kv_tier_memory; a CPU computes as much in ten minutes
+_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # a tier without kv_tier_memory; a CPU computes as much in ten minutes
 LEAST_BYTES = 64 << 20  # a default tier smaller than this is off
 _DIGEST = "[0-9a-f]{16}"
 _CREATION_S = 60.0  # limit for a region's creation; older ones that are not complete were left by killed processes
