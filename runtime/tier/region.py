@@ -1,7 +1,8 @@
 """A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
 
 `head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
-set-associative: a key selects a set with 16 ways, so nothing has to be rebuilt after a death.
+set-associative, so nothing has to be rebuilt after a death. A key selects two sets with 16 ways each, and takes the
+older way: with one set, a long prefix would lose a block when a third of the region is written anew.
 
 A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
 done byte, each in a place of its own. A death at any moment leaves a slot that is not READY. The checksum finds the
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,6 +151,14 @@ class Region:
         found: NDArray[np.uint64] = self._sums[rank][slots]
         return found
 
+    def entries(self) -> tuple[NDArray[np.int64], bytes]:
+        """Return the slots of READY entries, those used longest ago first, and their keys."""
+        sets, ways = np.nonzero((self._done == self._all_done).all(2))
+        order = np.argsort(self._used[sets, ways], kind="stable")
+        sets, ways = sets[order], ways[order]
+        keys = np.stack([self._low[sets, ways], self._high[sets, ways]], 1).tobytes()
+        return ways * self._num_sets + sets, keys
+
     def figures(self) -> RegionFigures:
         """Count entries and bytes."""
         entries = int((self._done == self._all_done).all(2).sum())
@@ -160,7 +170,8 @@ class Region:
     def touch(self, keys: bytes, expires: float = 0) -> None:
         """Set the last use of READY keys to now, and with `expires` the time until which they are kept if possible."""
         sets, ways, ready, _ = self._look_up(keys)
-        self._used[sets[ready], ways[ready]] = time.time()
+        # A prefix loses its last blocks first.
+        self._used[sets[ready], ways[ready]] = time.time() - 1e-6 * np.arange(np.count_nonzero(ready))
         if expires:
             self._expires[sets[ready], ways[ready]] = int(expires)
 
@@ -173,13 +184,14 @@ class Region:
         with self._try_lock() as has_lock:
             if not has_lock:
                 return taken
-            sets = (words[:, 0] % np.uint64(self._num_sets)).astype(np.int64)
+            sets = self._sets_of(words)
             rest = np.arange(len(words))
-            while rest.size:  # keys of different sets at once
-                first = np.unique(sets[rest], return_index=True)[1]
-                now = rest[first]
+            while rest.size:  # at once: keys without common sets
+                _, first, inverse = np.unique(sets[rest], return_index=True, return_inverse=True)
+                is_first = (first[inverse.reshape(-1, 2)] // 2 == np.arange(rest.size)[:, None]).all(1)
+                now = rest[is_first]
                 taken[now] = self._reserve_in(sets[now], words[now], salt, int(expires))
-                rest = np.delete(rest, first)
+                rest = rest[~is_first]
         return taken
 
     def commit(self, rank: int, slots: NDArray[np.int64], keys: bytes, sums: NDArray[np.uint64]) -> None:
@@ -190,9 +202,11 @@ class Region:
         self._ranks_done[sets, ways, rank] = 1
 
     def drop(self, keys: bytes) -> None:
-        """Free the slots of damaged or spoilt keys, READY or not. Their writers must have ended."""
-        sets, ways, _, is_there = self._look_up(keys)
-        sets, ways = sets[is_there], ways[is_there]
+        """Free the slots of damaged or spoilt keys, and of this process's reservations that will not be written."""
+        sets, ways, ready, is_there = self._look_up(keys)
+        pid = os.getpid()
+        is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
+        sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
         self._done[sets, ways] = 0
         self._low[sets, ways] = self._high[sets, ways] = 0
 
@@ -212,29 +226,35 @@ class Region:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return each key's set and way, whether it is READY, and whether it is there."""
         words = key_words(keys)
-        sets = (words[:, 0] % np.uint64(self._num_sets)).astype(np.int64)
-        fits = self._low[sets] == words[:, :1]
-        ways = fits.argmax(1)
-        is_there = fits[np.arange(len(words)), ways] & (self._high[sets, ways] == words[:, 1])
+        pairs, all_keys = self._sets_of(words), np.arange(len(words))
+        side, ways = np.divmod((self._low[pairs] == words[:, :1, None]).reshape(-1, 2 * WAYS).argmax(1), WAYS)
+        sets = pairs[all_keys, side]
+        is_there = (self._low[sets, ways] == words[:, 0]) & (self._high[sets, ways] == words[:, 1])
         ready = is_there & (self._done[sets, ways] == self._all_done).all(1)
         return sets, ways, ready, is_there
 
+    def _sets_of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return both sets of each key [n, 2]."""
+        return (words % np.uint64(self._num_sets)).astype(np.int64)
+
     def _reserve_in(
-        self, sets: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
     ) -> NDArray[np.bool_]:
-        """Reserve a way in each of these different sets, as `reserve`. The lock is held."""
+        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
         now = time.time()
-        low, high = self._low[sets], self._high[sets]
+
+        def ways_of(field: NDArray[Any]) -> NDArray[Any]:
+            return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
+
+        low, high, used, until = map(ways_of, (self._low, self._high, self._used, self._expires))
         is_free = (low == 0) & (high == 0)
-        is_ready = ~is_free & (self._done[sets] == self._all_done).all(2)
-        used = np.fmin(self._used[sets], now)
-        is_left = ~is_free & ~is_ready & (now - used > _GRACE_S)
-        is_left[is_left] = ~self._are_alive(self._pid[sets][is_left], self._start[sets][is_left])
+        is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
+        is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
+        is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
         is_same = (low == words[:, :1]) & (high == words[:, 1:])
-        until = self._expires[sets]
-        is_mine = self._salt[sets] == salt
-        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS // 2
-        has_pages = self._has_pages[sets] != 0
+        is_mine = ways_of(self._salt) == salt
+        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
+        has_pages = ways_of(self._has_pages) != 0
         order = np.select(  # what is taken first; entries of one kind in the order of their last use
             [
                 is_same & is_left,
@@ -247,11 +267,13 @@ class Region:
             ],
             [0, 1, 2, 9, 3, 6, 5],
             4,
-        ).astype(np.float64)
+        )
         order[~has_pages & (now < self._full_until)] = 9
-        ways = (order * 1e12 + used).argmin(1)
-        may: NDArray[np.bool_] = ~(is_same & ~is_left).any(1) & (order[np.arange(len(sets)), ways] < 9)
-        for i in np.flatnonzero(may & ~has_pages[np.arange(len(sets)), ways]).tolist():
+        best = np.where(order == order.min(1, keepdims=True), np.fmin(used, now), np.inf).argmin(1)
+        may: NDArray[np.bool_] = (order[np.arange(len(best)), best] < 9) & ~(is_same & ~is_left).any(1)
+        side, ways = np.divmod(best, WAYS)
+        sets = pairs[np.arange(len(best)), side]
+        for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
             may[i] = self._give_pages(int(sets[i]), int(ways[i]))
         sets, ways = sets[may], ways[may]
         self._done[sets, ways] = 0  # before all else: from here on the old entry is a miss
