@@ -1,12 +1,12 @@
 """A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
 
 `head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
-set-associative, so nothing has to be rebuilt after a death. A key selects two sets with 16 ways each, and takes the
-older way: with one set, a long prefix would lose a block when a third of the region is written anew.
+set-associative, so nothing is rebuilt after a death. A key selects two sets with 16 ways each, and takes the way that
+was used longest ago. With one set a key, a long prefix would soon lose a block: sets fill unevenly.
 
 A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
-done byte, each in a place of its own. A death at any moment leaves a slot that is not READY. The checksum finds the
-rest: damaged bytes, or a late write of a process whose slot was given away."""
+done byte, each in its own place. A death at any moment leaves a slot that is not READY. The checksum finds damaged
+bytes, and late writes of a process that has lost its slot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,31 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.base.errors import CallboardError
+from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, open_files, wipe_files
 from runtime.tier.sums import key_words
 
-WAYS = 16
-MAX_RANKS = 16
-_FORMAT = "callboard kv tier 1"
-_SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, for quick look-ups
-    [
-        ("low", "<u8", WAYS),  # the key's words; 0 in a free slot
-        ("high", "<u8", WAYS),
-        ("done", "u1", (WAYS, MAX_RANKS)),  # 1 for each rank that has written its payload
-        ("salt", "<u8", WAYS),
-        ("used", "<f8", WAYS),  # time of the last use, or of the reservation
-        ("start", "<u4", WAYS),  # start time of the process that reserved the slot
-        ("pid", "<u4", WAYS),
-        ("expires", "<u4", WAYS),  # time until which a hint keeps the entry; 0 without a hint
-        ("has_pages", "<u4", WAYS),  # the file system has given all ranks' payloads their memory
-    ]
-)
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
-_ATTACH_S = 5.0
-_GIB = 2**30
-_FILES = ["head", "slots", "sums", "payload"]  # in the order of their deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +49,7 @@ class Region:
         self.folder, self.num_slots, self.slot_bytes, self.num_ranks = folder, num_slots, slot_bytes, num_ranks
         self._head = head
         self._num_sets = num_slots // WAYS
-        sets = np.memmap(folder / "slots", _SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
+        sets = np.memmap(folder / "slots", SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
         self._low, self._high, self._salt, self._used = sets["low"], sets["high"], sets["salt"], sets["used"]
         self._start, self._pid, self._expires = sets["start"], sets["pid"], sets["expires"]
         self._ranks_done, self._has_pages = sets["done"], sets["has_pages"]
@@ -94,23 +73,7 @@ class Region:
             CallboardError: There is too little memory, the folder cannot be used, or has another layout."""
         assert slot_bytes % 8 == 0, slot_bytes
         assert 1 <= num_ranks <= MAX_RANKS, num_ranks
-        num_slots = num_slots // WAYS * WAYS
-        if not num_slots:
-            raise CallboardError(
-                f"The KV tier needs room for {WAYS} blocks, {WAYS * slot_bytes * num_ranks / _GIB:.2f} GiB; "
-                f"give it more memory, or switch it off."
-            )
-        head = f"{_FORMAT}\n{layout}\n{slot_bytes} bytes, {num_ranks} ranks, slots: "
-        end = time.monotonic() + _ATTACH_S
-        try:
-            while time.monotonic() < end:
-                if (found := _attach(folder, head, num_slots, slot_bytes, num_ranks)) is not None:
-                    return cls(folder, *found, slot_bytes, num_ranks)
-                if not folder.exists():
-                    _create(folder, f"{head}{num_slots}\n", _lengths(num_slots, slot_bytes, num_ranks))
-        except OSError as e:
-            raise _unusable(folder, str(e.strerror)) from None
-        raise _unusable(folder, "another process holds its lock")
+        return cls(folder, *open_files(folder, layout, num_slots, slot_bytes, num_ranks), slot_bytes, num_ranks)
 
     def close(self) -> None:
         """Leave the region. Arrays of `payload` remain valid."""
@@ -120,8 +83,7 @@ class Region:
     @staticmethod
     def wipe(folder: Path) -> None:
         """Delete the region and free its memory at once, although processes have it mapped. To them all is a miss."""
-        with contextlib.suppress(FileNotFoundError), _descriptor(folder, os.O_DIRECTORY) as place:
-            _wipe(place, folder)
+        wipe_files(folder)
 
     # ---- look-ups ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +93,7 @@ class Region:
         return ready
 
     def slots_of(self, keys: bytes, ready: bool) -> NDArray[np.int64]:
-        """Return the slot of each key that is READY, or of each that is reserved and not READY; otherwise -1 [n]."""
+        """Return each key's slot if it is READY, or with `ready` False if it is reserved; otherwise -1 [n]."""
         sets, ways, is_ready, is_there = self._look_up(keys)
         return np.where(is_ready if ready else is_there & ~is_ready, ways * self._num_sets + sets, -1)
 
@@ -178,7 +140,7 @@ class Region:
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
         """Give keys a slot to be written; return which ones have got it [n].
 
-        False: the key is there or on its way, no way of its set may be taken, or another process reserves now."""
+        The others are present or reserved already, find no way to take, or another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
         with self._try_lock() as has_lock:
@@ -186,7 +148,7 @@ class Region:
                 return taken
             sets = self._sets_of(words)
             rest = np.arange(len(words))
-            while rest.size:  # at once: keys without common sets
+            while rest.size:  # keys without common sets are reserved at once
                 _, first, inverse = np.unique(sets[rest], return_index=True, return_inverse=True)
                 is_first = (first[inverse.reshape(-1, 2)] // 2 == np.arange(rest.size)[:, None]).all(1)
                 now = rest[is_first]
@@ -202,7 +164,7 @@ class Region:
         self._ranks_done[sets, ways, rank] = 1
 
     def drop(self, keys: bytes) -> None:
-        """Free the slots of damaged or spoilt keys, and of this process's reservations that will not be written."""
+        """Free the slots that have these keys, READY or reserved by this process. They are a miss from now on."""
         sets, ways, ready, is_there = self._look_up(keys)
         pid = os.getpid()
         is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
@@ -255,7 +217,7 @@ class Region:
         is_mine = ways_of(self._salt) == salt
         over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
         has_pages = ways_of(self._has_pages) != 0
-        order = np.select(  # what is taken first; entries of one kind in the order of their last use
+        order = np.select(  # the lowest is taken; 9 never
             [
                 is_same & is_left,
                 (is_free | is_left) & has_pages,
@@ -283,7 +245,7 @@ class Region:
         return may
 
     def _give_pages(self, index: int, way: int) -> bool:
-        """Allocate a slot's memory in the files. False: there is none. A write would then end the process."""
+        """Allocate a slot's memory in the files. Without it, a write would end the process."""
         try:
             for file in self._files:
                 os.posix_fallocate(file, (way * self._num_sets + index) * self.slot_bytes, self.slot_bytes)
@@ -304,8 +266,8 @@ class Region:
     def _try_lock(self) -> Iterator[bool]:
         """Hold the region's lock, or yield False if it is held. A stopped holder delays no process."""
         # Opened anew, so that threads and forked children lock each other out, too.
-        with _descriptor(f"/proc/self/fd/{self._files[0]}", os.O_RDWR) as file:
-            is_locked = _locks(file, fcntl.LOCK_EX)
+        with descriptor(f"/proc/self/fd/{self._files[0]}", os.O_RDWR) as file:
+            is_locked = locks(file, fcntl.LOCK_EX)
             try:
                 yield is_locked
             finally:
@@ -320,115 +282,3 @@ def start_time(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19]) % 2**32
-
-
-def _lengths(num_slots: int, slot_bytes: int, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of each file except the head."""
-    sizes = {"slots": num_slots // WAYS * _SET.itemsize}
-    sizes |= {f"sums-{rank}": num_slots * 8 for rank in range(num_ranks)}
-    return sizes | {f"payload-{rank}": num_slots * slot_bytes for rank in range(num_ranks)}
-
-
-def _create(folder: Path, head: str, lengths: dict[str, int]) -> None:
-    """Create the region as a whole, unless another process was quicker."""
-    folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-    if folder.parent.stat().st_uid not in (0, os.geteuid()):
-        raise _unusable(folder, f"{folder.parent} belongs to another user")
-    space, needed = os.statvfs(folder.parent), sum(lengths.values())
-    if (free := space.f_bavail * space.f_frsize) < needed:
-        raise CallboardError(
-            f"{folder.parent} has {free / _GIB:.2f} GiB free and the KV tier needs {needed / _GIB:.2f}: "
-            f"make the tier smaller, or start a container with a larger --shm-size."
-        )
-    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        for name, length in {"head": len(head.encode()), **lengths}.items():
-            with _descriptor(new / name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                os.ftruncate(file, length)
-                if not name.startswith("payload"):
-                    os.posix_fallocate(file, 0, length)
-                if name == "head":
-                    os.pwrite(file, head.encode(), 0)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _attach(folder: Path, head: str, num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int] | None:
-    """Return the locked descriptor of a fitting region's head, and its number of slots; None to try again.
-
-    A region that does not fit is wiped unless a process uses it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            place = stack.enter_context(_descriptor(folder, os.O_DIRECTORY | os.O_NOFOLLOW))
-        except FileNotFoundError:
-            return None
-        if (found := os.fstat(place)).st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise _unusable(folder, "other users have access to it")
-        try:
-            file = stack.enter_context(_descriptor("head", os.O_RDWR | os.O_NOFOLLOW, place))
-        except FileNotFoundError:
-            _wipe(place, folder)
-            if os.listdir(place):
-                raise _unusable(folder, "it has other files") from None
-            return None
-        text = os.pread(file, 2**16, 0).decode(errors="replace")
-        size = int(text[len(head) : -1]) if text.startswith(head) and text[len(head) : -1].isdecimal() else 0
-        fits = size > 0 and all(
-            os.path.exists(folder / name) and (folder / name).stat().st_size == length
-            for name, length in _lengths(size, slot_bytes, num_ranks).items()
-        )
-        if (not fits or size != num_slots) and _locks(file, fcntl.LOCK_EX):
-            if os.fstat(file).st_nlink:
-                _wipe(place, folder)
-            return None
-        if not _locks(file, fcntl.LOCK_SH) or not os.fstat(file).st_nlink:
-            time.sleep(0.001)  # a process replaces it
-            return None
-        if not fits:
-            raise _unusable(folder, "a process uses it with another layout")
-        return os.dup(file), size  # the lock belongs to both descriptors
-
-
-def _wipe(place: int, folder: Path) -> None:
-    """Delete the region's files in the open folder `place`, and the folder if it is empty."""
-    names = [name for name in os.listdir(place) if name.partition("-")[0] in _FILES]
-    for name in sorted(names, key=lambda name: _FILES.index(name.partition("-")[0])):
-        with contextlib.suppress(FileNotFoundError):
-            with _descriptor(name, os.O_RDWR | os.O_NOFOLLOW, place) as file:
-                _free_pages(file)
-            os.unlink(name, dir_fd=place)
-    with contextlib.suppress(OSError):  # other files
-        folder.rmdir()
-
-
-def _free_pages(file: int) -> None:
-    """Make the file's bytes zeros without memory, if its file system can do this."""
-    with contextlib.suppress(OSError, ValueError), mmap.mmap(file, 0) as memory:
-        memory.madvise(mmap.MADV_REMOVE)
-
-
-@contextlib.contextmanager
-def _descriptor(path: str | Path, flags: int, place: int | None = None) -> Iterator[int]:
-    file = os.open(path, flags, 0o600, dir_fd=place)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _locks(file: int, kind: int) -> bool:
-    """Lock the file if that is possible now."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unusable(folder: Path, reason: str) -> CallboardError:
-    return CallboardError(f"The KV tier cannot use {folder}: {reason}; give it another folder, or switch it off.")
