@@ -29,6 +29,7 @@ from runtime.tier.sums import key_words
 
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
+_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
 
 
@@ -39,6 +40,17 @@ class RegionFigures:
     used_bytes: int
     total_bytes: int
     entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """READY entries. All arrays are [n]."""
+
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint64]  # words [n, 2]
+    salts: NDArray[np.uint64]
+    used: NDArray[np.float64]  # time of the last use
+    expires: NDArray[np.uint32]
 
 
 class Region:
@@ -55,19 +67,22 @@ class Region:
         self._ranks_done, self._has_pages = sets["done"], sets["has_pages"]
         self._done = self._ranks_done.view("<u8")  # two words a way
         self._all_done = np.frombuffer(bytes([1] * num_ranks + [0] * (MAX_RANKS - num_ranks)), "<u8")
-        self._files = [os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)]
+        self.files = [  # payload files
+            os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
+        ]
         self._payloads = [
-            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self._files
+            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
         ]
         self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
         self._full_until = 0.0
 
     @classmethod
-    def open(cls, folder: Path, layout: str, num_slots: int, slot_bytes: int, num_ranks: int) -> Region:
+    def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
         """Attach to the region in `folder`, or create it. Its slots are a multiple of 16; see `num_slots`.
 
         A region of another size or layout, or a damaged one, is replaced unless a process uses it. If only the size
-        differs and it is in use, it is attached as it is.
+        differs and it is in use, it is attached as it is. Without `num_slots` the size is kept, and a new region takes
+        half the free space.
 
         Raises:
             CallboardError: There is too little memory, the folder cannot be used, or has another layout."""
@@ -77,7 +92,7 @@ class Region:
 
     def close(self) -> None:
         """Leave the region. Arrays of `payload` remain valid."""
-        for file in (self._head, *self._files):
+        for file in (self._head, *self.files):
             os.close(file)
 
     @staticmethod
@@ -113,13 +128,13 @@ class Region:
         found: NDArray[np.uint64] = self._sums[rank][slots]
         return found
 
-    def entries(self) -> tuple[NDArray[np.int64], bytes]:
-        """Return the slots of READY entries, those used longest ago first, and their keys."""
-        sets, ways = np.nonzero((self._done == self._all_done).all(2))
-        order = np.argsort(self._used[sets, ways], kind="stable")
-        sets, ways = sets[order], ways[order]
-        keys = np.stack([self._low[sets, ways], self._high[sets, ways]], 1).tobytes()
-        return ways * self._num_sets + sets, keys
+    def entries(self) -> Entries:
+        """Return the READY entries, those used longest ago first."""
+        at = np.nonzero((self._done == self._all_done).all(2))
+        order = np.argsort(self._used[at], kind="stable")
+        at = sets, ways = at[0][order], at[1][order]
+        keys = np.stack([self._low[at], self._high[at]], 1)
+        return Entries(ways * self._num_sets + sets, keys, self._salt[at], self._used[at], self._expires[at])
 
     def figures(self) -> RegionFigures:
         """Count entries and bytes."""
@@ -208,7 +223,8 @@ class Region:
         def ways_of(field: NDArray[Any]) -> NDArray[Any]:
             return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
 
-        low, high, used, until = map(ways_of, (self._low, self._high, self._used, self._expires))
+        low, high, until = map(ways_of, (self._low, self._high, self._expires))
+        used = np.nan_to_num(ways_of(self._used))
         is_free = (low == 0) & (high == 0)
         is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
         is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
@@ -247,7 +263,7 @@ class Region:
     def _give_pages(self, index: int, way: int) -> bool:
         """Allocate a slot's memory in the files. Without it, a write would end the process."""
         try:
-            for file in self._files:
+            for file in self.files:
                 os.posix_fallocate(file, (way * self._num_sets + index) * self.slot_bytes, self.slot_bytes)
         except OSError:
             self._full_until = time.time() + _FULL_S
@@ -264,10 +280,14 @@ class Region:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Hold the region's lock, or yield False if it is held. A stopped holder delays no process."""
+        """Hold the region's lock, or yield False if another has it. A stopped process does not hold up others."""
         # Opened anew, so that threads and forked children lock each other out, too.
-        with descriptor(f"/proc/self/fd/{self._files[0]}", os.O_RDWR) as file:
+        with descriptor(f"/proc/self/fd/{self.files[0]}", os.O_RDWR) as file:
             is_locked = locks(file, fcntl.LOCK_EX)
+            for _ in range(_LOCK_TRIES):
+                if not is_locked:
+                    time.sleep(_LOCK_PAUSE_S)
+                    is_locked = locks(file, fcntl.LOCK_EX)
             try:
                 yield is_locked
             finally:

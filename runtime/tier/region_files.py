@@ -39,14 +39,8 @@ SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, f
 _NAMES = ["head", "slots", "sums", "payload"]  # the files in the order of their deletion
 
 
-def open_files(folder: Path, layout: str, num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int]:
+def open_files(folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> tuple[int, int]:
     """Attach or create, as `Region.open`. Returns the locked `head` and the number of slots."""
-    num_slots = num_slots // WAYS * WAYS
-    if not num_slots:
-        raise CallboardError(
-            f"The KV tier needs room for {WAYS} blocks, {WAYS * slot_bytes * num_ranks / _GIB:.2f} GiB; "
-            f"give it more memory, or switch it off."
-        )
     head = f"{_FORMAT}\n{layout}\n{slot_bytes} bytes, {num_ranks} ranks, slots: "
     end = time.monotonic() + _ATTACH_S
     try:
@@ -54,7 +48,7 @@ def open_files(folder: Path, layout: str, num_slots: int, slot_bytes: int, num_r
             if (found := _attach(folder, head, num_slots, slot_bytes, num_ranks)) is not None:
                 return found
             if not folder.exists():
-                _create(folder, f"{head}{num_slots}\n", _lengths(num_slots, slot_bytes, num_ranks))
+                _create(folder, head, num_slots, slot_bytes, num_ranks)
     except OSError as e:
         raise _unusable(folder, str(e.strerror)) from None
     raise _unusable(folder, "another process replaces it")
@@ -73,17 +67,26 @@ def _lengths(num_slots: int, slot_bytes: int, num_ranks: int) -> dict[str, int]:
     return sizes | {f"payload-{rank}": num_slots * slot_bytes for rank in range(num_ranks)}
 
 
-def _create(folder: Path, head: str, lengths: dict[str, int]) -> None:
+def _create(folder: Path, head: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> None:
     """Create the region as a whole, unless another process was quicker."""
     folder.parent.mkdir(0o700, parents=True, exist_ok=True)
     if folder.parent.stat().st_uid not in (0, os.geteuid()):
         raise _unusable(folder, f"{folder.parent} belongs to another user")
-    space, needed = os.statvfs(folder.parent), sum(lengths.values())
-    if (free := space.f_bavail * space.f_frsize) < needed:
+    space = os.statvfs(folder.parent)
+    free, slot = space.f_bavail * space.f_frsize, slot_bytes * num_ranks
+    num_slots = (free // 2 // slot if num_slots is None else num_slots) // WAYS * WAYS
+    lengths = _lengths(num_slots, slot_bytes, num_ranks)
+    if not num_slots:
+        raise CallboardError(
+            f"The KV tier in {folder.parent} has room for less than {WAYS} blocks, {WAYS * slot / _GIB:.3f} GiB; "
+            f"give it more memory, or switch it off."
+        )
+    if free < (needed := sum(lengths.values())):
         raise CallboardError(
             f"{folder.parent} has {free / _GIB:.2f} GiB free and the KV tier needs {needed / _GIB:.2f}: "
             f"make the tier smaller, or start a container with a larger --shm-size."
         )
+    head += f"{num_slots}\n"
     new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         for name, length in {"head": len(head.encode()), **lengths}.items():
@@ -102,10 +105,11 @@ def _create(folder: Path, head: str, lengths: dict[str, int]) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _attach(folder: Path, head: str, num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int] | None:
+def _attach(folder: Path, head: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> tuple[int, int] | None:
     """Return a fitting region's locked head and number of slots; None to try again.
 
     A region that does not fit is wiped unless a process uses it."""
+    num_slots = num_slots and num_slots // WAYS * WAYS
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(descriptor(folder, os.O_DIRECTORY | os.O_NOFOLLOW))
@@ -122,11 +126,13 @@ def _attach(folder: Path, head: str, num_slots: int, slot_bytes: int, num_ranks:
             return None
         text = os.pread(file, 2**16, 0).decode(errors="replace")
         size = int(text[len(head) : -1]) if text.startswith(head) and text[len(head) : -1].isdecimal() else 0
-        fits = size > 0 and all(
-            os.path.exists(folder / name) and (folder / name).stat().st_size == length
-            for name, length in _lengths(size, slot_bytes, num_ranks).items()
-        )
-        if (not fits or size != num_slots) and locks(file, fcntl.LOCK_EX):
+        fits = size > 0
+        for name, length in _lengths(size, slot_bytes, num_ranks).items():
+            try:
+                fits &= os.stat(name, dir_fd=place).st_size == length
+            except FileNotFoundError:
+                fits = False
+        if (not fits or num_slots not in (None, size)) and locks(file, fcntl.LOCK_EX):
             if os.fstat(file).st_nlink:
                 _wipe(place, folder)
             return None

@@ -41,7 +41,8 @@ def store(region: Region, keys: bytes, salt: int = 0, expires: float = 0) -> lis
 
 def torn(region: Region) -> int:
     """Count READY entries with a sum that does not fit, or with other bytes than the key's."""
-    slots, keys = region.entries()
+    entries = region.entries()
+    slots, keys = entries.slots, entries.keys.tobytes()
     count = 0
     for rank in range(region.num_ranks):
         right = payload_sums(region.payload(rank)[slots], keys) == region.sums(rank, slots)

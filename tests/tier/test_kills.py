@@ -79,7 +79,7 @@ def kill_writers(folder: Path, write: Callable[..., None], rounds: int, seed: in
             assert writer.exitcode == -signal.SIGKILL
         seen += region.figures().entries
         bad += torn(region)
-        region.drop(region.entries()[1])
+        region.drop(region.entries().keys.tobytes())
     return rounds * len(writers), seen, bad
 
 

@@ -74,7 +74,7 @@ def test_a_read_only_folder_is_one_sentence(folder, monkeypatch):
 
 
 def test_a_region_has_at_least_one_set(folder):
-    with pytest.raises(CallboardError, match="needs room for 16 blocks"):
+    with pytest.raises(CallboardError, match="has room for less than 16 blocks"):
         Region.open(folder, "layout", 15, SLOT, 1)
 
 
