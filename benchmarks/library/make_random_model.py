@@ -3,7 +3,7 @@
     python -m benchmarks.library.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
 
 Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer with a word for every
-id. The weights are drawn on the GPU if there is one.
+id. The weights are drawn on the GPU if there is one. A shape with an image encoder takes images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from benchmarks.library.models import CONFIGS
-from benchmarks.library.published_files import FileTensor, file_tensors
+from benchmarks.library.published_files import FileTensor, file_tensors, tower_files
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
@@ -31,8 +31,9 @@ from runtime.text.pieces import BYTE_OF_CHAR
 _SHARD_BYTES = 4 << 30
 _SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 _CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text if part.type == 'text' else 'IMAGE_MARK' }}{% endfor %}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
@@ -44,9 +45,10 @@ def write_folder(
 ) -> None:
     """A model folder with an invented tokenizer; `read` gives a parameter by its name in the config's DecoderSpec."""
     folder.mkdir(parents=True, exist_ok=True)
-    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
-    bos, eos = (f"<|{_ids(ends[k])[0]}|>" for k in ("bos_token_id", "eos_token_id"))
-    settings = {"bos_token": bos, "eos_token": eos, "chat_template": _CHAT_TEMPLATE}
+    ends, template = _ends(config), _CHAT_TEMPLATE
+    bos, eos = (f"<|{_ids(token_id)[0]}|>" for token_id in ends.values())
+    template = template.replace("IMAGE_MARK", f"<|{config.get('image_token_id')}|>")
+    settings = {"bos_token": bos, "eos_token": eos, "chat_template": template}
     for name, content in (
         ("config.json", config),
         ("generation_config.json", ends),
@@ -54,7 +56,7 @@ def write_folder(
     ):
         (folder / name).write_text(json.dumps(content, indent=1))
     make_tokenizer(config).save(str(folder / "tokenizer.json"))
-    _write_weights(folder, list(file_tensors(config, read, generator)))
+    _write_weights(folder, [*file_tensors(config, read, generator), *tower_files(config, generator)])
 
 
 def _write_weights(folder: Path, files: list[FileTensor]) -> None:
@@ -86,15 +88,30 @@ def _write_weights(folder: Path, files: list[FileTensor]) -> None:
 
 def make_tokenizer(config: dict[str, Any]) -> Tokenizer:
     """Byte-level BPE without merges: a text becomes its bytes; every other id of the vocabulary is an invented word."""
-    special = {config["bos_token_id"], *_ids(config["eos_token_id"])}
+    marks = [config["image_token_id"]] if "image_token_id" in config else []
+    special = {*chain.from_iterable(map(_ids, _ends(config).values())), *marks}
+    vocab_size = _text_config(config)["vocab_size"]
     letters = iter(BYTE_OF_CHAR)
     words = (f"Ġ{''.join(syllables)}" for n in (2, 3) for syllables in product(_SYLLABLES, repeat=n))
-    vocab = {f"<|{i}|>" if i in special else next(letters, None) or next(words): i for i in range(config["vocab_size"])}
+    vocab = {f"<|{i}|>" if i in special else next(letters, None) or next(words): i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(f"<|{i}|>", special=True) for i in sorted(special)])
     return tokenizer
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return config | config.get("text_config", {})
+
+
+def _ends(config: dict[str, Any]) -> dict[str, int | list[int]]:
+    """The tokens that begin and end a text. A published shape without the former begins with the latter."""
+    text = _text_config(config)
+    return {
+        "bos_token_id": text.get("bos_token_id", _ids(text["eos_token_id"])[0]),
+        "eos_token_id": text["eos_token_id"],
+    }
 
 
 def _ids(value: int | list[int]) -> list[int]:

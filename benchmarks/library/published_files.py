@@ -10,7 +10,11 @@ import torch
 
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.sharding import place_in_tensor
+from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
+from runtime.models.towers.names import short_names
+from runtime.models.towers.specs import tower_spec
+from runtime.models.towers.tower_tensors import draw
 from runtime.models.weight_map import WeightMap
 
 Read = Callable[[str], torch.Tensor]  # a parameter by its name in the config's DecoderSpec
@@ -43,6 +47,17 @@ def file_tensors(config: dict[str, Any], read: Read, generator: torch.Generator 
             yield _dense(name, shape, dtype, lambda own=parameters: whole(own))
     for layer in range(spec.num_layers if stacked else 0):
         yield from _stacked_experts(spec, weight_map, layer, dtype, read, generator)
+
+
+def tower_files(config: dict[str, Any], generator: torch.Generator | None) -> Iterator[FileTensor]:
+    """The tensors of a model's image encoder, drawn on the generator's device; none without an encoder."""
+    if (spec := tower_spec(config)) is None:
+        return
+    dtype, shapes = getattr(torch, config["torch_dtype"]), spec.shapes()
+    device = torch.device("cpu") if generator is None else generator.device
+    read = draw(spec, Numerics(dtype=dtype, device=device, backend="torch", packed=False, deterministic=False), 0)
+    for parameter, name in short_names(spec).items():
+        yield _dense(name, shapes[parameter], dtype, lambda own=parameter: read(own))
 
 
 def _stacked_experts(
