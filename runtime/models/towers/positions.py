@@ -38,8 +38,21 @@ def _hat(centers: torch.Tensor, side: int, support: float = 1.0) -> torch.Tensor
     return (1 - (torch.arange(side) - centers[:, None]).abs() / support).clamp(min=0)
 
 
+def _bicubic(size: int, side: int) -> torch.Tensor:
+    """Cubic convolution with a = -0.75 over four neighbours; those outside repeat the border (`grid_sample`)."""
+    places = (torch.arange(size) + 0.5) * (side / size) - 0.5
+    first = places.floor()
+    weights = torch.zeros(size, side)
+    for offset in range(-1, 3):
+        x = (places - first - offset).abs()
+        near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
+        neighbour = (first + offset).clamp(0, side - 1).long()
+        weights.scatter_add_(1, neighbour[:, None], torch.where(x <= 1, near, far)[:, None])
+    return weights
+
+
 _AXES: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "learned": _identity, "buckets": _buckets, "bilinear": _bilinear, "resized": _resized,
+    "learned": _identity, "buckets": _buckets, "bilinear": _bilinear, "resized": _resized, "bicubic": _bicubic,
 }  # fmt: skip
 
 

@@ -21,6 +21,17 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
+def with_squares(vision: Config) -> dict[str, Any]:
+    """Return a vision_config with numbers for its sides. Raises CallboardError for pictures other than squares."""
+    found = dict(vision)
+    for name in {"image_size", "patch_size"} & vision.keys():
+        sides = vision[name] if isinstance(vision[name], list | tuple) else [vision[name]]
+        if len(set(sides)) != 1:
+            raise CallboardError(f"The image encoder's {name} is {sides}; supported are squares.")
+        found[name] = sides[0]
+    return found
+
+
 def layer_names(layer: str, **parts: str) -> dict[str, str]:
     """Return the tensors of a layer's parts. q, k and v share a name with ? for their letter."""
     if "qkv_proj" in parts:
