@@ -89,6 +89,7 @@ def test_logits_after_two_images_equal_transformers(case, tmp_path, record_prope
 GGUF = {  # case -> architecture of its text, and metadata that only it has
     "gemma3": ("gemma3", {"gemma3.attention.sliding_window": 8}),
     "gemma4, clipped": ("gemma4", GEMMA4_METADATA),
+    "glm4v": ("glm4", {"glm4.rope.dimension_count": 8, "glm4.rope.dimension_sections": [1, 2, 1, 0]}),
     "lfm2": ("lfm2", {"lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6}),
     "mistral3": ("llama", {"llama.rope.freq_base": 1e4}),
     "qwen3-vl": ("qwen3vl", {"qwen3vl.rope.freq_base": 1e4, "qwen3vl.rope.dimension_sections": [4, 2, 2, 0]}),

@@ -44,7 +44,8 @@ _SUM_EPS = 1e-20  # added to the sum of a token's expert weights
 
 def decoder_spec(config: Mapping[str, Any], norms: tuple[str, ...] = PRE_NORMS) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    attention = llama.attention(config, out_bias=False, rope=replace(rope_spec(config), interleaved=True))
+    rope = replace(rope_spec(config), interleaved=config.get("rope_interleave", True))  # false in some GGUF files
+    attention = llama.attention(config, out_bias=False, rope=rope)
     layer = LayerSpec(attention, llama.ffn(config, fused_gate_up=True), norms)
     return llama.decoder(config, [layer] * config["num_hidden_layers"])
 

@@ -42,9 +42,9 @@ def layer_names(layer: str, **parts: str) -> dict[str, str]:
 
 def sizes(vision: dict[str, Any], text: Config) -> dict[str, Any]:
     """Return the fields that most configurations name alike."""
-    hidden, heads = vision["hidden_size"], vision.get("num_heads") or vision["num_attention_heads"]
+    hidden, heads = vision["hidden_size"], vision.get("num_attention_heads") or vision["num_heads"]
     return {
-        "num_layers": vision.get("depth") or vision["num_hidden_layers"],
+        "num_layers": vision.get("num_hidden_layers") or vision["depth"],
         "hidden_size": hidden,
         "ffn_size": vision["intermediate_size"],
         "num_heads": heads,
