@@ -13,12 +13,14 @@ from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import CallboardError, Request, SamplingParams
+from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.quant.model_formats import weight_bytes
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.models.specs import changed, dense_spec
+from tests.support.models.tiny_images import TOKEN_ID, span_of, tiny_tower
 from tests.support.ranks.rank_processes import RankedRunner, RankProcesses, rank_processes
 from tests.support.structured.cases import regex
 
@@ -56,14 +58,24 @@ class ScaledSource(DummySource):
         return torch.linspace(0.5, 2.0, math.prod(shape)).view(shape)
 
 
-def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[str, list[tuple[int, tuple[float, ...]]]]:
-    """Each request's tokens, with its log-probabilities."""
+REQUESTS = [
+    Request(str(i), prompt, len(prompt), params, seed=i)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+]
+Answers = dict[str, list[tuple[int, tuple[float, ...]]]]
+
+
+def core_of(runner: ModelRunner | RankedRunner, config: EngineConfig) -> EngineCore:
     runner.reset()
     config = config.sized_for("cpu")
-    core = build_engine(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
-    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
-    found: dict[str, list[tuple[int, tuple[float, ...]]]] = {str(i): [] for i in range(len(PROMPTS))}
+    return build_engine(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
+
+
+def answers(core: EngineCore, requests: list[Request]) -> Answers:
+    """Each request's tokens, with its log-probabilities."""
+    for request in requests:
+        core.add(request)
+    found: Answers = {request.request_id: [] for request in requests}
     while core.has_work:
         if (output := core.step()) is None:
             continue
@@ -78,7 +90,7 @@ def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: in
     config = EngineConfig(**BASE | settings)
     source = ScaledSource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
     alone, ranks = build_runner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
-    want, got = answers(alone, config), answers(ranks, config)
+    want, got = (answers(core_of(runner, config), REQUESTS) for runner in (alone, ranks))
     assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
     if config.rank_invariant:
         assert got == want
@@ -121,3 +133,25 @@ def test_ranks_agree_on_a_size_that_fits(processes):
     assert [plan.kv for plan in planned] == allocated
     whole = weight_bytes(EIGHTS, runner.ask("attribute", "numerics")[0])
     assert whole < sum(plan.weights for plan in planned) < 1.05 * whole, "norms are on both"
+
+
+def test_ranks_read_images_as_one_rank_does(processes):
+    """The second request's prefix hit ends within the image. After a loss, the image is encoded again."""
+    spans = (span_of(3, 5, 4, 6),)
+    prompts = [[3, 4, 5, *[TOKEN_ID] * 24, end, 9, 10] for end in (6, 7)]
+    first, second = (
+        Request(str(i), prompt, len(prompt), PARAMS[0], seed=i, images=spans) for i, prompt in enumerate(prompts)
+    )
+    source = DummySource(EIGHTS, tower=tiny_tower(EIGHTS.hidden_size))
+    found = []
+    for ranks in (1, 2):
+        config = EngineConfig(**BASE, rank_invariant=True, tensor_parallel_size=ranks)
+        core = core_of(build_runner(config, source) if ranks == 1 else processes.open(config, source), config)
+        each = [answers(core, [first]), answers(core, [second])]
+        assert core.current_stats().prompt_tokens_cached == 24, "the image ends with token 26"
+        core.scheduler.requeue_all()
+        core.executor.reset()
+        found.append([*each, answers(core, [second])])
+        assert found[-1][2] == found[-1][1]
+        assert core.current_stats().images_encoded == 2
+    assert found[0] == found[1]

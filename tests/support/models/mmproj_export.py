@@ -13,8 +13,8 @@ import transformers
 from tests.support.models.gguf_export import _write, export, permuted
 
 _PROJECTORS = {
-    "gemma3": "gemma3", "gemma4": "gemma4v", "glm4v": "glm4v", "idefics3": "idefics3", "lfm2_vl": "lfm2", "mistral3": "pixtral",
-    "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "smolvlm": "idefics3",
+    "gemma3": "gemma3", "gemma4": "gemma4v", "glm4v": "glm4v", "idefics3": "idefics3", "lfm2_vl": "lfm2",
+    "mistral3": "pixtral", "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "smolvlm": "idefics3",
 }  # fmt: skip
 _WORDS = {"mistral3": "[IMG]", "gemma3": "<image_soft_token>", "gemma4": "<|image|>", "glm4v": "<|image|>"}
 _RENAMED = (  # our checkpoint's names -> names that the package's table has
