@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from runtime.base.types import CallboardError
 from runtime.media.rule import Detail
+
+NO_VIDEOS: Final = "models here read no videos; send some of its frames as images"
 
 
 @dataclass(frozen=True, slots=True)

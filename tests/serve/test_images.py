@@ -211,6 +211,32 @@ async def test_a_refusal_names_the_part(path: str, body: dict[str, Any], param: 
         assert_error(answer, 400, param, says)
 
 
+MP4 = {"media_type": "video/mp4", "type": "base64", "data": PNG}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [user({"type": "video_url", "video_url": {"url": URL}})]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": [user({"type": "video", "video": URL})]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": [user({"type": "input_video", "data": PNG})]}, "messages.0.content.0.type"),
+        (RESPONSES, {"input": [user({"type": "input_video", "video_url": URL})]}, "input.0.content.0.type"),
+        (MESSAGES, {"max_tokens": 9, "messages": [user({"type": "video", "source": MP4})]}, None),
+        ("/api/chat", {"messages": [{"role": "user", "content": "What?", "videos": [PNG]}]}, None),
+        ("/api/generate", {"prompt": "What?", "videos": [PNG]}, None),
+        ("/v1/embeddings", {"messages": [user({"type": "video_url", "video_url": {"url": URL}})]}, None),
+    ],
+)
+async def test_a_video_is_refused_by_name(path: str, body: dict[str, Any], param: str | None):
+    async with client_with_images(engine_with_images()) as client:
+        answer = await client.post(path, json={"model": MODEL} | body)
+    assert answer.status_code == 400, answer.text
+    assert "video" in answer.text
+    assert "send some of its frames as images" in answer.text
+    if param is not None:
+        assert_error(answer, 400, param, "frames")
+
+
 async def test_a_picture_may_not_exceed_the_context():
     async with client_with_images(engine_with_images()) as client:
         large = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(bytes(5000)).decode()}}
