@@ -14,6 +14,7 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from runtime.base.types import CallboardError
+from runtime.child import ChildPool
 from runtime.media import processor as processor_module
 from runtime.media.decode import decode
 from runtime.media.expand import PreparedImage
@@ -267,6 +268,18 @@ def test_limits_of_a_request():
     small.limits = ImageLimits(max_request_pixels=5000)
     with pytest.raises(CallboardError, match="have over 5,000 pixels after resizing"):
         small.prepare([ImageSource(data)] * 2)
+
+
+def test_a_child_is_ready_before_the_first_picture(monkeypatch):
+    pool = ChildPool(1, 768 << 20, 5, processor_module._warm_up)
+    monkeypatch.setattr(processor_module, "_CHILDREN", pool)
+    assert ImageProcessor.of(None, Letters(), ImageLimits()) is None
+    assert pool._num_children == 0, "a model without images starts none"
+    assert ImageProcessor.of(QWEN, Letters(), ImageLimits()) is not None
+    child = pool._idle.get(timeout=300)
+    assert child is not None
+    child.kill()
+    pool.close()
 
 
 def test_pillow_stays_in_the_child():
