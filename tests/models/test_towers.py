@@ -20,12 +20,13 @@ NEW = 64  # tokens
 NUMERICS = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", CASES)
-def test_features_equal_transformers(case, tmp_path, record_property):
+def test_features_equal_transformers(case, backend, tmp_path, record_property):
     theirs = save_tower_model(tmp_path, case)
     checkpoint = open_checkpoint(tmp_path)
     spec = tower_spec(checkpoint.config)
-    tower, worst = load_tower(checkpoint, spec, NUMERICS), 0.0
+    tower, worst = load_tower(checkpoint, spec, replace(NUMERICS, backend=backend)), 0.0
     for seed, sizes in enumerate(CASES[case].sizes):
         image, pictures = random_image(sizes, seed)
         wanted, found = features(theirs, CASES[case].inputs(spec, pictures)), tower.encode(image)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.base.images import Image
 from runtime.base.model.tower_spec import Step, TowerSpec
 from runtime.kernels.numerics import Numerics
-from runtime.models.towers.positions import learned_positions, rotary_positions, rotated
+from runtime.models.towers.attention import PictureAttention
+from runtime.models.towers.positions import learned_positions
 from runtime.models.towers.projectors import ACTIVATIONS, RESHAPES, FeedForward, Map, Norm, Operation, chain
 from runtime.models.towers.tower_tensors import ReadParameter, draw, read_from
 from runtime.quant.weight_format import TensorSource
@@ -40,6 +40,7 @@ class Tower:
         self._positions = read("positions") if spec.position_shape else None
         self._class_token = read("class_token") if spec.class_token else None
         self._patch_norm = build.norm("patch_norm") if spec.patch_norm else None
+        self._attention = PictureAttention(spec, numerics.backend)
         self._layers = [build.layer(f"layers.{i}.") for i in range(spec.num_layers)]
         self._projector = build.steps(spec.projector)
         self._deepstack = {layer: build.steps(spec.deepstack_projector, i) for i, layer in enumerate(spec.deepstack)}
@@ -75,10 +76,12 @@ class Tower:
         h = self._placed(h, rows, columns)
         if self._patch_norm is not None:
             h = self._patch_norm(h)
-        turn = None if spec.rope == "none" else rotary_positions(spec, rows, columns, h.device)
+        turn = self._attention.turn(pictures, rows, columns, h.device)
         grid, outputs = (pictures, rows, columns, spec.hidden_size), []
         for i, layer in enumerate(self._layers):
-            h = h + chain(layer.out, self._attention(layer, layer.before(h), turn))
+            x = layer.before(h)
+            mixed = self._attention([part(x) for part in layer.qkv], layer.head_norms, turn)
+            h = h + chain(layer.out, mixed)
             h = h + chain(layer.feed_forward, h)
             if (steps := self._deepstack.get(i)) is not None:
                 outputs.append(chain(steps, h.view(grid)).flatten(0, 2))
@@ -94,20 +97,6 @@ class Tower:
             first, table = self._class_token + table[0], table[1:]
         h = h + learned_positions(self.spec, table, rows, columns).flatten(0, 1).to(h.dtype)
         return h if self._class_token is None else torch.cat((first.expand(len(h), 1, -1), h), 1)
-
-    def _attention(self, layer: _Layer, x: torch.Tensor, turn: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-        """Each patch attends to all of its picture."""
-        spec = self.spec
-        maps = [part(x) for part in layer.qkv]
-        q, k, v = maps[0].chunk(3, -1) if len(maps) == 1 else maps
-        q, k, v = (part.unflatten(-1, (spec.num_heads, spec.head_dim)) for part in (q, k, v))
-        if layer.head_norms:
-            q, k, v = (norm(part) for norm, part in zip(layer.head_norms, (q, k, v), strict=True))
-        if turn is not None:
-            q, k = rotated(q, turn), rotated(k, turn)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=spec.scale or spec.head_dim**-0.5)
-        return mixed.transpose(1, 2).flatten(2)
 
 
 class _Builder:
