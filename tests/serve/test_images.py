@@ -128,6 +128,21 @@ async def test_tokenize_shows_the_tokens_of_images():
     assert answer.json()["tokens"].count(257) == len(SEEN)
 
 
+async def test_instructions_keep_the_pictures_beside_them():
+    engine = engine_with_images()
+    leading = [
+        {"role": "system", "content": [text("A ", "input_text"), INPUT_IMAGE]},
+        {"role": "developer", "content": "B"},
+    ]
+    async with client_with_images(engine) as client:
+        for parts in (leading, leading[1:]):
+            body = {"input": [*parts, user(INPUT_IMAGE)], "instructions": "Be."}
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+    assert shown_prompt(engine, 0) == f"<system>Be.\n\nA {SEEN}\n\nB<user>{SEEN}<assistant>"
+    assert shown_prompt(engine, 1) == f"<system>Be.\n\nB<user>{SEEN}<assistant>"
+
+
 async def test_usage_counts_the_tokens_of_images():
     async with client_with_images(engine_with_images()) as client:
         chat = await client.post(CHAT, json={"messages": [user(IMAGE_URL, text(" and "), IMAGE_URL)], "n": 2})

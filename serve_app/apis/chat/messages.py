@@ -275,6 +275,11 @@ class ChatMessage(RequestModel):
     def thoughts(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
+    def parts(self) -> list[Part]:
+        if isinstance(self.content, list):
+            return self.content
+        return [TextPart(type="text", text=self.content)] if self.content else []
+
     def images(self) -> list[ImagePart]:
         parts = self.content if isinstance(self.content, list) else ()
         return [part for part in parts if isinstance(part, ImagePart)]
