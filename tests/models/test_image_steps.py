@@ -92,7 +92,7 @@ def test_smallest_image_has_one_embedding(case, tmp_path):
     save_tower_model(tmp_path, case)
     checkpoint = open_checkpoint(tmp_path)
     spec = tower_spec(checkpoint.config)
-    info = ImageInfo(TOKEN_ID, 8, max_tokens=8)
+    info = ImageInfo(TOKEN_ID, 8, 8)
     images = RunnerImages(load_tower(checkpoint, spec, CPU), info, spec, CPU)
     images.open()
     smallest = images.smallest()
