@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from runtime.base.images import MAX_TOKENS
 from runtime.base.sampling_fields import Bounds
 from runtime.base.shard import NUM_LEAVES
 from runtime.base.tool_formats import TOOL_FORMATS
@@ -361,7 +362,7 @@ class EngineConfig:
 
     def sized_for(self, device: str) -> EngineConfig:
         """Return a copy with a device type's default batch limits in place of None."""
-        seqs, tokens, image = (256, 8192, 4096) if device == "cuda" else (64, 512, _CPU_IMAGE_TOKENS)
+        seqs, tokens, image = (256, 8192, MAX_TOKENS) if device == "cuda" else (64, 512, _CPU_IMAGE_TOKENS)
         image = min(image, self.image_pool_tokens)
         return replace(
             self,

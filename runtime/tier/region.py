@@ -1,11 +1,12 @@
 """A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
 
 `head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
-set-associative: a key selects a set with 16 ways, so nothing has to be rebuilt after a death.
+set-associative, so nothing is rebuilt after a death. A key selects two sets with 16 ways each, and takes the way that
+was used longest ago. With one set a key, a long prefix would soon lose a block: sets fill unevenly.
 
 A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
-done byte, each in a place of its own. A death at any moment leaves a slot that is not READY. The checksum finds the
-rest: damaged bytes, or a late write of a process whose slot was given away."""
+done byte, each in its own place. A death at any moment leaves a slot that is not READY. The checksum finds damaged
+bytes, and late writes of a process that has lost its slot."""
 
 from __future__ import annotations
 
@@ -13,42 +14,23 @@ import contextlib
 import fcntl
 import mmap
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.base.errors import CallboardError
+from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, open_files, wipe_files
 from runtime.tier.sums import key_words
 
-WAYS = 16
-MAX_RANKS = 16
-_FORMAT = "callboard kv tier 1"
-_SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, for quick look-ups
-    [
-        ("low", "<u8", WAYS),  # the key's words; 0 in a free slot
-        ("high", "<u8", WAYS),
-        ("done", "u1", (WAYS, MAX_RANKS)),  # 1 for each rank that has written its payload
-        ("salt", "<u8", WAYS),
-        ("used", "<f8", WAYS),  # time of the last use, or of the reservation
-        ("start", "<u4", WAYS),  # start time of the process that reserved the slot
-        ("pid", "<u4", WAYS),
-        ("expires", "<u4", WAYS),  # time until which a hint keeps the entry; 0 without a hint
-        ("has_pages", "<u4", WAYS),  # the file system has given all ranks' payloads their memory
-    ]
-)
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
+_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
-_ATTACH_S = 5.0
-_GIB = 2**30
-_FILES = ["head", "slots", "sums", "payload"]  # in the order of their deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +42,17 @@ class RegionFigures:
     entries: int
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """READY entries. All arrays are [n]."""
+
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint64]  # words [n, 2]
+    salts: NDArray[np.uint64]
+    used: NDArray[np.float64]  # time of the last use
+    expires: NDArray[np.uint32]
+
+
 class Region:
     """An open region. Any number of processes may use it at once. Keys are bytes, 16 for each of n keys."""
 
@@ -68,58 +61,44 @@ class Region:
         self.folder, self.num_slots, self.slot_bytes, self.num_ranks = folder, num_slots, slot_bytes, num_ranks
         self._head = head
         self._num_sets = num_slots // WAYS
-        sets = np.memmap(folder / "slots", _SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
+        sets = np.memmap(folder / "slots", SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
         self._low, self._high, self._salt, self._used = sets["low"], sets["high"], sets["salt"], sets["used"]
         self._start, self._pid, self._expires = sets["start"], sets["pid"], sets["expires"]
         self._ranks_done, self._has_pages = sets["done"], sets["has_pages"]
         self._done = self._ranks_done.view("<u8")  # two words a way
         self._all_done = np.frombuffer(bytes([1] * num_ranks + [0] * (MAX_RANKS - num_ranks)), "<u8")
-        self._files = [os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)]
+        self.files = [  # payload files
+            os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
+        ]
         self._payloads = [
-            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self._files
+            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
         ]
         self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
         self._full_until = 0.0
 
     @classmethod
-    def open(cls, folder: Path, layout: str, num_slots: int, slot_bytes: int, num_ranks: int) -> Region:
+    def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
         """Attach to the region in `folder`, or create it. Its slots are a multiple of 16; see `num_slots`.
 
         A region of another size or layout, or a damaged one, is replaced unless a process uses it. If only the size
-        differs and it is in use, it is attached as it is.
+        differs and it is in use, it is attached as it is. Without `num_slots` the size is kept, and a new region takes
+        half the free space.
 
         Raises:
             CallboardError: There is too little memory, the folder cannot be used, or has another layout."""
         assert slot_bytes % 8 == 0, slot_bytes
         assert 1 <= num_ranks <= MAX_RANKS, num_ranks
-        num_slots = num_slots // WAYS * WAYS
-        if not num_slots:
-            raise CallboardError(
-                f"The KV tier needs room for {WAYS} blocks, {WAYS * slot_bytes * num_ranks / _GIB:.2f} GiB; "
-                f"give it more memory, or switch it off."
-            )
-        head = f"{_FORMAT}\n{layout}\n{slot_bytes} bytes, {num_ranks} ranks, slots: "
-        end = time.monotonic() + _ATTACH_S
-        try:
-            while time.monotonic() < end:
-                if (found := _attach(folder, head, num_slots, slot_bytes, num_ranks)) is not None:
-                    return cls(folder, *found, slot_bytes, num_ranks)
-                if not folder.exists():
-                    _create(folder, f"{head}{num_slots}\n", _lengths(num_slots, slot_bytes, num_ranks))
-        except OSError as e:
-            raise _unusable(folder, str(e.strerror)) from None
-        raise _unusable(folder, "another process holds its lock")
+        return cls(folder, *open_files(folder, layout, num_slots, slot_bytes, num_ranks), slot_bytes, num_ranks)
 
     def close(self) -> None:
         """Leave the region. Arrays of `payload` remain valid."""
-        for file in (self._head, *self._files):
+        for file in (self._head, *self.files):
             os.close(file)
 
     @staticmethod
     def wipe(folder: Path) -> None:
         """Delete the region and free its memory at once, although processes have it mapped. To them all is a miss."""
-        with contextlib.suppress(FileNotFoundError), _descriptor(folder, os.O_DIRECTORY) as place:
-            _wipe(place, folder)
+        wipe_files(folder)
 
     # ---- look-ups ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +108,7 @@ class Region:
         return ready
 
     def slots_of(self, keys: bytes, ready: bool) -> NDArray[np.int64]:
-        """Return the slot of each key that is READY, or of each that is reserved and not READY; otherwise -1 [n]."""
+        """Return each key's slot if it is READY, or with `ready` False if it is reserved; otherwise -1 [n]."""
         sets, ways, is_ready, is_there = self._look_up(keys)
         return np.where(is_ready if ready else is_there & ~is_ready, ways * self._num_sets + sets, -1)
 
@@ -149,6 +128,14 @@ class Region:
         found: NDArray[np.uint64] = self._sums[rank][slots]
         return found
 
+    def entries(self) -> Entries:
+        """Return the READY entries, those used longest ago first."""
+        at = np.nonzero((self._done == self._all_done).all(2))
+        order = np.argsort(self._used[at], kind="stable")
+        at = sets, ways = at[0][order], at[1][order]
+        keys = np.stack([self._low[at], self._high[at]], 1)
+        return Entries(ways * self._num_sets + sets, keys, self._salt[at], self._used[at], self._expires[at])
+
     def figures(self) -> RegionFigures:
         """Count entries and bytes."""
         entries = int((self._done == self._all_done).all(2).sum())
@@ -160,26 +147,28 @@ class Region:
     def touch(self, keys: bytes, expires: float = 0) -> None:
         """Set the last use of READY keys to now, and with `expires` the time until which they are kept if possible."""
         sets, ways, ready, _ = self._look_up(keys)
-        self._used[sets[ready], ways[ready]] = time.time()
+        # A prefix loses its last blocks first.
+        self._used[sets[ready], ways[ready]] = time.time() - 1e-6 * np.arange(np.count_nonzero(ready))
         if expires:
             self._expires[sets[ready], ways[ready]] = int(expires)
 
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
         """Give keys a slot to be written; return which ones have got it [n].
 
-        False: the key is there or on its way, no way of its set may be taken, or another process reserves now."""
+        The others are present or reserved already, find no way to take, or another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
         with self._try_lock() as has_lock:
             if not has_lock:
                 return taken
-            sets = (words[:, 0] % np.uint64(self._num_sets)).astype(np.int64)
+            sets = self._sets_of(words)
             rest = np.arange(len(words))
-            while rest.size:  # keys of different sets at once
-                first = np.unique(sets[rest], return_index=True)[1]
-                now = rest[first]
+            while rest.size:  # keys without common sets are reserved at once
+                _, first, inverse = np.unique(sets[rest], return_index=True, return_inverse=True)
+                is_first = (first[inverse.reshape(-1, 2)] // 2 == np.arange(rest.size)[:, None]).all(1)
+                now = rest[is_first]
                 taken[now] = self._reserve_in(sets[now], words[now], salt, int(expires))
-                rest = np.delete(rest, first)
+                rest = rest[~is_first]
         return taken
 
     def commit(self, rank: int, slots: NDArray[np.int64], keys: bytes, sums: NDArray[np.uint64]) -> None:
@@ -190,9 +179,11 @@ class Region:
         self._ranks_done[sets, ways, rank] = 1
 
     def drop(self, keys: bytes) -> None:
-        """Free the slots of damaged or spoilt keys, READY or not. Their writers must have ended."""
-        sets, ways, _, is_there = self._look_up(keys)
-        sets, ways = sets[is_there], ways[is_there]
+        """Free the slots that have these keys, READY or reserved by this process. They are a miss from now on."""
+        sets, ways, ready, is_there = self._look_up(keys)
+        pid = os.getpid()
+        is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
+        sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
         self._done[sets, ways] = 0
         self._low[sets, ways] = self._high[sets, ways] = 0
 
@@ -212,30 +203,37 @@ class Region:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return each key's set and way, whether it is READY, and whether it is there."""
         words = key_words(keys)
-        sets = (words[:, 0] % np.uint64(self._num_sets)).astype(np.int64)
-        fits = self._low[sets] == words[:, :1]
-        ways = fits.argmax(1)
-        is_there = fits[np.arange(len(words)), ways] & (self._high[sets, ways] == words[:, 1])
+        pairs, all_keys = self._sets_of(words), np.arange(len(words))
+        side, ways = np.divmod((self._low[pairs] == words[:, :1, None]).reshape(-1, 2 * WAYS).argmax(1), WAYS)
+        sets = pairs[all_keys, side]
+        is_there = (self._low[sets, ways] == words[:, 0]) & (self._high[sets, ways] == words[:, 1])
         ready = is_there & (self._done[sets, ways] == self._all_done).all(1)
         return sets, ways, ready, is_there
 
+    def _sets_of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return both sets of each key [n, 2]."""
+        return (words % np.uint64(self._num_sets)).astype(np.int64)
+
     def _reserve_in(
-        self, sets: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
     ) -> NDArray[np.bool_]:
-        """Reserve a way in each of these different sets, as `reserve`. The lock is held."""
+        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
         now = time.time()
-        low, high = self._low[sets], self._high[sets]
+
+        def ways_of(field: NDArray[Any]) -> NDArray[Any]:
+            return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
+
+        low, high, until = map(ways_of, (self._low, self._high, self._expires))
+        used = np.nan_to_num(ways_of(self._used))
         is_free = (low == 0) & (high == 0)
-        is_ready = ~is_free & (self._done[sets] == self._all_done).all(2)
-        used = np.fmin(self._used[sets], now)
-        is_left = ~is_free & ~is_ready & (now - used > _GRACE_S)
-        is_left[is_left] = ~self._are_alive(self._pid[sets][is_left], self._start[sets][is_left])
+        is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
+        is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
+        is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
         is_same = (low == words[:, :1]) & (high == words[:, 1:])
-        until = self._expires[sets]
-        is_mine = self._salt[sets] == salt
-        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS // 2
-        has_pages = self._has_pages[sets] != 0
-        order = np.select(  # what is taken first; entries of one kind in the order of their last use
+        is_mine = ways_of(self._salt) == salt
+        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
+        has_pages = ways_of(self._has_pages) != 0
+        order = np.select(  # the lowest is taken; 9 never
             [
                 is_same & is_left,
                 (is_free | is_left) & has_pages,
@@ -247,11 +245,13 @@ class Region:
             ],
             [0, 1, 2, 9, 3, 6, 5],
             4,
-        ).astype(np.float64)
+        )
         order[~has_pages & (now < self._full_until)] = 9
-        ways = (order * 1e12 + used).argmin(1)
-        may: NDArray[np.bool_] = ~(is_same & ~is_left).any(1) & (order[np.arange(len(sets)), ways] < 9)
-        for i in np.flatnonzero(may & ~has_pages[np.arange(len(sets)), ways]).tolist():
+        best = np.where(order == order.min(1, keepdims=True), np.fmin(used, now), np.inf).argmin(1)
+        may: NDArray[np.bool_] = (order[np.arange(len(best)), best] < 9) & ~(is_same & ~is_left).any(1)
+        side, ways = np.divmod(best, WAYS)
+        sets = pairs[np.arange(len(best)), side]
+        for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
             may[i] = self._give_pages(int(sets[i]), int(ways[i]))
         sets, ways = sets[may], ways[may]
         self._done[sets, ways] = 0  # before all else: from here on the old entry is a miss
@@ -261,9 +261,9 @@ class Region:
         return may
 
     def _give_pages(self, index: int, way: int) -> bool:
-        """Allocate a slot's memory in the files. False: there is none. A write would then end the process."""
+        """Allocate a slot's memory in the files. Without it, a write would end the process."""
         try:
-            for file in self._files:
+            for file in self.files:
                 os.posix_fallocate(file, (way * self._num_sets + index) * self.slot_bytes, self.slot_bytes)
         except OSError:
             self._full_until = time.time() + _FULL_S
@@ -280,10 +280,14 @@ class Region:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Hold the region's lock, or yield False if it is held. A stopped holder delays no process."""
+        """Hold the region's lock, or yield False if another has it. A stopped process does not hold up others."""
         # Opened anew, so that threads and forked children lock each other out, too.
-        with _descriptor(f"/proc/self/fd/{self._files[0]}", os.O_RDWR) as file:
-            is_locked = _locks(file, fcntl.LOCK_EX)
+        with descriptor(f"/proc/self/fd/{self.files[0]}", os.O_RDWR) as file:
+            is_locked = locks(file, fcntl.LOCK_EX)
+            for _ in range(_LOCK_TRIES):
+                if not is_locked:
+                    time.sleep(_LOCK_PAUSE_S)
+                    is_locked = locks(file, fcntl.LOCK_EX)
             try:
                 yield is_locked
             finally:
@@ -298,115 +302,3 @@ def start_time(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19]) % 2**32
-
-
-def _lengths(num_slots: int, slot_bytes: int, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of each file except the head."""
-    sizes = {"slots": num_slots // WAYS * _SET.itemsize}
-    sizes |= {f"sums-{rank}": num_slots * 8 for rank in range(num_ranks)}
-    return sizes | {f"payload-{rank}": num_slots * slot_bytes for rank in range(num_ranks)}
-
-
-def _create(folder: Path, head: str, lengths: dict[str, int]) -> None:
-    """Create the region as a whole, unless another process was quicker."""
-    folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-    if folder.parent.stat().st_uid not in (0, os.geteuid()):
-        raise _unusable(folder, f"{folder.parent} belongs to another user")
-    space, needed = os.statvfs(folder.parent), sum(lengths.values())
-    if (free := space.f_bavail * space.f_frsize) < needed:
-        raise CallboardError(
-            f"{folder.parent} has {free / _GIB:.2f} GiB free and the KV tier needs {needed / _GIB:.2f}: "
-            f"make the tier smaller, or start a container with a larger --shm-size."
-        )
-    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        for name, length in {"head": len(head.encode()), **lengths}.items():
-            with _descriptor(new / name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                os.ftruncate(file, length)
-                if not name.startswith("payload"):
-                    os.posix_fallocate(file, 0, length)
-                if name == "head":
-                    os.pwrite(file, head.encode(), 0)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _attach(folder: Path, head: str, num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int] | None:
-    """Return the locked descriptor of a fitting region's head, and its number of slots; None to try again.
-
-    A region that does not fit is wiped unless a process uses it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            place = stack.enter_context(_descriptor(folder, os.O_DIRECTORY | os.O_NOFOLLOW))
-        except FileNotFoundError:
-            return None
-        if (found := os.fstat(place)).st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise _unusable(folder, "other users have access to it")
-        try:
-            file = stack.enter_context(_descriptor("head", os.O_RDWR | os.O_NOFOLLOW, place))
-        except FileNotFoundError:
-            _wipe(place, folder)
-            if os.listdir(place):
-                raise _unusable(folder, "it has other files") from None
-            return None
-        text = os.pread(file, 2**16, 0).decode(errors="replace")
-        size = int(text[len(head) : -1]) if text.startswith(head) and text[len(head) : -1].isdecimal() else 0
-        fits = size > 0 and all(
-            os.path.exists(folder / name) and (folder / name).stat().st_size == length
-            for name, length in _lengths(size, slot_bytes, num_ranks).items()
-        )
-        if (not fits or size != num_slots) and _locks(file, fcntl.LOCK_EX):
-            if os.fstat(file).st_nlink:
-                _wipe(place, folder)
-            return None
-        if not _locks(file, fcntl.LOCK_SH) or not os.fstat(file).st_nlink:
-            time.sleep(0.001)  # a process replaces it
-            return None
-        if not fits:
-            raise _unusable(folder, "a process uses it with another layout")
-        return os.dup(file), size  # the lock belongs to both descriptors
-
-
-def _wipe(place: int, folder: Path) -> None:
-    """Delete the region's files in the open folder `place`, and the folder if it is empty."""
-    names = [name for name in os.listdir(place) if name.partition("-")[0] in _FILES]
-    for name in sorted(names, key=lambda name: _FILES.index(name.partition("-")[0])):
-        with contextlib.suppress(FileNotFoundError):
-            with _descriptor(name, os.O_RDWR | os.O_NOFOLLOW, place) as file:
-                _free_pages(file)
-            os.unlink(name, dir_fd=place)
-    with contextlib.suppress(OSError):  # other files
-        folder.rmdir()
-
-
-def _free_pages(file: int) -> None:
-    """Make the file's bytes zeros without memory, if its file system can do this."""
-    with contextlib.suppress(OSError, ValueError), mmap.mmap(file, 0) as memory:
-        memory.madvise(mmap.MADV_REMOVE)
-
-
-@contextlib.contextmanager
-def _descriptor(path: str | Path, flags: int, place: int | None = None) -> Iterator[int]:
-    file = os.open(path, flags, 0o600, dir_fd=place)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _locks(file: int, kind: int) -> bool:
-    """Lock the file if that is possible now."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unusable(folder: Path, reason: str) -> CallboardError:
-    return CallboardError(f"The KV tier cannot use {folder}: {reason}; give it another folder, or switch it off.")

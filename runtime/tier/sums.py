@@ -32,6 +32,6 @@ def key_sums(keys: bytes) -> NDArray[np.uint64]:
 
 
 def payload_sums(payload: NDArray[np.uint8], keys: bytes) -> NDArray[np.uint64]:
-    """Return the checksum of each row of `payload` [n, slot_bytes]. `slot_bytes` is a multiple of 8."""
+    """Return the rows' checksums [n] for a payload [n, slot_bytes]. `slot_bytes` is a multiple of 8."""
     words = payload.view("<u8")
     return (words @ weights(words.shape[1])) ^ key_sums(keys)

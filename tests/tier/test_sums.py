@@ -1,4 +1,4 @@
-"""The checksum of payloads: its definition in plain integers, and what it finds."""
+"""The checksum of payloads: its definition in plain integers, and the damage it finds."""
 
 import numpy as np
 import pytest

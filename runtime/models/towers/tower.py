@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.base.images import Image
 from runtime.base.model.tower_spec import Step, TowerSpec
 from runtime.kernels.numerics import Numerics
-from runtime.models.towers.positions import learned_positions, rotary_positions, rotated
+from runtime.models.towers.attention import PictureAttention
+from runtime.models.towers.positions import learned_positions
 from runtime.models.towers.projectors import ACTIVATIONS, RESHAPES, FeedForward, Map, Norm, Operation, chain
 from runtime.models.towers.tower_tensors import ReadParameter, draw, read_from
 from runtime.quant.weight_format import TensorSource
@@ -40,6 +40,7 @@ class Tower:
         self._positions = read("positions") if spec.position_shape else None
         self._class_token = read("class_token") if spec.class_token else None
         self._patch_norm = build.norm("patch_norm") if spec.patch_norm else None
+        self._attention = PictureAttention(spec, numerics.backend)
         self._layers = [build.layer(f"layers.{i}.") for i in range(spec.num_layers)]
         self._projector = build.steps(spec.projector)
         self._deepstack = {layer: build.steps(spec.deepstack_projector, i) for i, layer in enumerate(spec.deepstack)}
@@ -72,13 +73,15 @@ class Tower:
         x = pixels.float() * self._factor - self._offset
         x = x.view(pictures, rows, side, columns, side, 3).permute(0, 1, 3, 5, 2, 4)
         h = self._patch(x.reshape(pictures, rows * columns, -1))
-        h = self._placed(h, rows, columns)
         if self._patch_norm is not None:
             h = self._patch_norm(h)
-        turn = None if spec.rope == "none" else rotary_positions(spec, rows, columns, h.device)
+        h = self._placed(h, rows, columns)
+        turn = self._attention.turn(pictures, rows, columns, h.device)
         grid, outputs = (pictures, rows, columns, spec.hidden_size), []
         for i, layer in enumerate(self._layers):
-            h = h + chain(layer.out, self._attention(layer, layer.before(h), turn))
+            x = layer.before(h)
+            mixed = self._attention([part(x) for part in layer.qkv], layer.head_norms, turn)
+            h = h + chain(layer.out, mixed)
             h = h + chain(layer.feed_forward, h)
             if (steps := self._deepstack.get(i)) is not None:
                 outputs.append(chain(steps, h.view(grid)).flatten(0, 2))
@@ -94,20 +97,6 @@ class Tower:
             first, table = self._class_token + table[0], table[1:]
         h = h + learned_positions(self.spec, table, rows, columns).flatten(0, 1).to(h.dtype)
         return h if self._class_token is None else torch.cat((first.expand(len(h), 1, -1), h), 1)
-
-    def _attention(self, layer: _Layer, x: torch.Tensor, turn: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-        """Each patch attends to all of its picture."""
-        spec = self.spec
-        maps = [part(x) for part in layer.qkv]
-        q, k, v = maps[0].chunk(3, -1) if len(maps) == 1 else maps
-        q, k, v = (part.unflatten(-1, (spec.num_heads, spec.head_dim)) for part in (q, k, v))
-        if layer.head_norms:
-            q, k, v = (norm(part) for norm, part in zip(layer.head_norms, (q, k, v), strict=True))
-        if turn is not None:
-            q, k = rotated(q, turn), rotated(k, turn)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=spec.scale or spec.head_dim**-0.5)
-        return mixed.transpose(1, 2).flatten(2)
 
 
 class _Builder:
@@ -132,19 +121,21 @@ class _Builder:
         if spec.qk_norm:
             weights = self.read(f"{prefix}q_norm.weight"), self.read(f"{prefix}k_norm.weight"), None
             head_norms = tuple(Norm(weight, None, spec.norm_eps) for weight in weights)
-        gate = self.map(f"{prefix}gate", spec.bias) if spec.gated else None
-        up, down = (self.map(prefix + name, spec.bias) for name in ("up", "down"))
-        ffn = FeedForward(gate, up, down, ACTIVATIONS[spec.activation])
         out: tuple[Operation, ...] = (
             self.map(f"{prefix}out", spec.bias),
             *self._added(f"{prefix}post_norm1", f"{prefix}scale1"),
         )
         feed_forward: tuple[Operation, ...] = (
             self.norm(f"{prefix}norm2"),
-            ffn,
+            self._feed_forward(prefix, spec.gated, spec.bias),
             *self._added(f"{prefix}post_norm2", f"{prefix}scale2"),
         )
         return _Layer(self.norm(f"{prefix}norm1"), qkv, head_norms, out, feed_forward)
+
+    def _feed_forward(self, prefix: str, gated: bool, bias: bool) -> FeedForward:
+        gate = self.map(f"{prefix}gate", bias) if gated else None
+        up, down = (self.map(prefix + name, bias) for name in ("up", "down"))
+        return FeedForward(gate, up, down, ACTIVATIONS[self.spec.activation])
 
     def _added(self, norm: str, scale: str) -> list[Operation]:
         """What follows a layer's part before it is added."""
@@ -164,6 +155,8 @@ class _Builder:
             return Map(self.read(f"{step.name}.weight").T.contiguous(), None)
         if step.op == "linear":
             return self.map(step.name, step.bias)
+        if step.op == "gated":
+            return self._feed_forward(f"{step.name}.", gated=True, bias=False)
         if step.op == "standard":
             bias, factor = (self.read(f"{step.name}.{part}").float() for part in ("bias", "weight"))
             return lambda x: (x - bias) * factor
