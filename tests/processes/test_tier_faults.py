@@ -4,10 +4,8 @@ What was computed again is counted, never timed."""
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,19 @@ import pytest
 
 from runtime.base.types import SamplingParams
 from runtime.llm import LLM
-from runtime.tier.place import forget
+from runtime.tier.place import base_folder, forget
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.fault_cells import deployed
-from tests.support.processes.serve_command import Server
 from tests.support.processes.tiers import (
     BLOCK,
     PROMPT_LEN,
     WHOLE,
     all_answered,
     answered,
-    body_of,
     eventually,
     flip_bits,
     num_entries,
-    opened,
     prompt_of,
-    regions_in,
     tier_figures,
 )
 
@@ -53,8 +47,8 @@ def undisturbed(model: Path, num_tokens: int) -> list[list[int]]:
 class Tiered:
     """An application of two engines and two fronts with a tier, and the answers to its prompts."""
 
-    def __init__(self, here: Any, base: Path, model: Path) -> None:
-        self.application, self.url, self.base = here.application, here.url, base
+    def __init__(self, here: Any, name: str, model: Path) -> None:
+        self.application, self.url, self.name = here.application, here.url, name
         self.answers = undisturbed(model, NUM_TOKENS)
 
     def kill(self, role: str, count: int = 2) -> None:
@@ -68,7 +62,7 @@ class Tiered:
         """Answer all prompts once, and wait until their blocks are stored."""
         found = await all_answered(client, range(NUM_PROMPTS), NUM_TOKENS)
         assert [tokens for tokens, _ in found] == self.answers
-        await eventually(lambda: num_entries(self.base) >= STORED)
+        await eventually(lambda: num_entries(self.name) >= STORED)
 
     async def check(self, client: httpx.AsyncClient, least_cached: int) -> None:
         for tokens, cached in [await answered(client, number, NUM_TOKENS) for number in range(NUM_PROMPTS)]:
@@ -78,13 +72,11 @@ class Tiered:
 
 @pytest.fixture(scope="module", params=["attention", "states"])
 def tiered(request: pytest.FixtureRequest, serve_url: str, tiny_path: Path, tmp_path_factory) -> Iterator[Tiered]:
-    base = tmp_path_factory.mktemp("tier", numbered=True)
     model = tiny_path
     if request.param == "states":
         model = write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "hybrid.gguf")
-    for here in deployed(model, serve_url, kv_tier_memory=0.25, kv_tier_folder=str(base)):
-        yield Tiered(here, base, model)
-    shutil.rmtree(base)
+    for here in deployed(model, serve_url, kv_tier_memory=0.25, kv_tier_name=request.param):
+        yield Tiered(here, request.param, model)
 
 
 @pytest.mark.parametrize("role", ["runner", "engine"])
@@ -121,7 +113,7 @@ async def test_flipped_bits_are_found(tiered: Tiered):
     async with httpx.AsyncClient(base_url=tiered.url, timeout=300) as client:
         await tiered.fill(client)
         tiered.kill("runner")
-        flip_bits(tiered.base)
+        flip_bits(tiered.name)
         await tiered.until_whole()
         await tiered.check(client, 0)
         assert sum(each["damaged"] for each in (await tier_figures(client)).values()) > 0
@@ -130,7 +122,7 @@ async def test_flipped_bits_are_found(tiered: Tiered):
 async def test_a_deleted_region_is_made_anew(tiered: Tiered):
     async with httpx.AsyncClient(base_url=tiered.url, timeout=300) as client:
         await tiered.fill(client)
-        assert forget(tiered.base, "callboard") > 0
+        assert forget(base_folder(), tiered.name) > 0
         await tiered.check(client, 0)
         for role in ("runner", "engine"):  # an engine with fresh runners uses their region
             tiered.kill(role)

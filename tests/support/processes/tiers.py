@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.tier.place import base_folder
 from runtime.tier.region import Region
 
 DEADLINE_S = 300.0  # only a fault reaches it
@@ -48,7 +49,9 @@ async def answered(client: httpx.AsyncClient, number: int, num_tokens: int) -> t
             return found["choices"][0]["token_ids"], cached
 
 
-async def all_answered(client: httpx.AsyncClient, numbers: Iterable[int], num_tokens: int) -> list[tuple[list[int], int]]:
+async def all_answered(
+    client: httpx.AsyncClient, numbers: Iterable[int], num_tokens: int
+) -> list[tuple[list[int], int]]:
     return await asyncio.gather(*(answered(client, number, num_tokens) for number in numbers))
 
 
@@ -70,8 +73,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def regions_in(base: Path) -> list[Path]:
-    return sorted(head.parent for head in base.glob("*/head"))
+def regions_of(name: str) -> list[Path]:
+    return sorted(head.parent for head in base_folder().glob(f"{name}-*/head"))
 
 
 def opened(folder: Path) -> Region:
@@ -82,19 +85,19 @@ def opened(folder: Path) -> Region:
     return Region.open(folder, layout, slots, size, ranks)
 
 
-def num_entries(base: Path) -> int:
-    """READY entries of all regions."""
+def num_entries(name: str) -> int:
+    """READY entries of a tier."""
     count = 0
-    for folder in regions_in(base):
+    for folder in regions_of(name):
         region = opened(folder)
         count += region.figures().entries
         region.close()
     return count
 
 
-def flip_bits(base: Path) -> None:
+def flip_bits(name: str) -> None:
     """Flip a bit in each slot of each payload."""
-    for folder in regions_in(base):
+    for folder in regions_of(name):
         region = opened(folder)
         for rank in range(region.num_ranks):
             region.payload(rank)[:, 8] ^= 1
