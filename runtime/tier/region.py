@@ -59,7 +59,6 @@ class Region:
     def __init__(self, folder: Path, head: int, num_slots: int, slot_bytes: int, num_ranks: int) -> None:
         """Use `open` instead. `head` is the descriptor with the shared lock that shows the region's use."""
         self.folder, self.num_slots, self.slot_bytes, self.num_ranks = folder, num_slots, slot_bytes, num_ranks
-        self._head = head
         self._num_sets = num_slots // WAYS
         sets = np.memmap(folder / "slots", SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
         self._low, self._high, self._salt, self._used = sets["low"], sets["high"], sets["salt"], sets["used"]
@@ -70,6 +69,7 @@ class Region:
         self.files = [  # payload files
             os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
         ]
+        self._open_files = [head, *self.files]
         self._payloads = [
             np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
         ]
@@ -92,8 +92,8 @@ class Region:
 
     def close(self) -> None:
         """Leave the region. Arrays of `payload` remain valid."""
-        for file in (self._head, *self.files):
-            os.close(file)
+        while self._open_files:
+            os.close(self._open_files.pop())
 
     @staticmethod
     def wipe(folder: Path) -> None:
