@@ -36,7 +36,7 @@ SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, f
         ("has_pages", "<u4", WAYS),  # the file system has given all ranks' payloads their memory
     ]
 )
-_NAMES = ["head", "slots", "sums", "payload"]  # the files in the order of their deletion
+_NAMES = ["head", "acks", "slots", "sums", "payload"]  # the files in the order of their deletion
 
 
 def open_files(folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> tuple[int, int]:
