@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 from typing import Any
 
@@ -12,13 +13,15 @@ from runtime.base.images import Image as Picture
 from runtime.media.expand import PreparedImage
 from runtime.media.identity import digest
 from runtime.media.rule import Detail, ImageRule, ResizePlan
-from runtime.media.source import ImageFault, TooManyPixels
+from runtime.media.source import NO_VIDEOS, ImageFault, TooManyPixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_RATIO = 200  # the longer side to the shorter
 _CPU_S = 4  # most CPU seconds for a picture
 _STRIP = 256  # rows that become RGB at a time, so that a large picture is in memory about twice
 _ORIENTATION = 0x0112  # EXIF's tag; other metadata is ignored
+# MP4, WebM and AVI, but not HEIF. That is a picture's.
+_VIDEO = re.compile(rb"....ftyp(?!hei|hev|mif|msf|avi)|\x1a\x45\xdf\xa3|RIFF....AVI ", re.DOTALL)
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -52,6 +55,8 @@ def decode(data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_to
             opened.load()
             picture = _as_rgb(_turned(opened))
     except UnidentifiedImageError:
+        if _VIDEO.match(data):
+            raise ImageFault(f"is a video, but {NO_VIDEOS}") from None
         raise ImageFault("is not a PNG, JPEG, WebP, GIF or AVIF file") from None
     except (ImageFault, MemoryError):
         raise

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from runtime.base.images import MAX_TOKENS
 from runtime.base.types import CallboardError
 from runtime.media.rule import Detail
+
+NO_VIDEOS: Final = "models here read no videos; send some of its frames as images"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class ImageLimits:
     max_images: int = 20  # a request
     max_image_bytes: int = 20 << 20  # encoded
     max_image_pixels: int = 32_000_000  # before resizing
-    max_image_tokens: int = 4096  # larger pictures are scaled down, or refused with detail "original"
+    max_image_tokens: int = MAX_TOKENS  # larger pictures are scaled down, or refused with detail "original"
     max_request_pixels: int = 64_000_000  # after resizing, all images of a request
     image_urls: tuple[str, ...] = ()  # hosts that https URLs may name; ("any",) for all public ones
 

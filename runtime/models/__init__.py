@@ -106,6 +106,13 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", deepseek.flash_decoder_spec, deepseek.WEIGHT_MAP,
         chats=(ChatForm("glm-4.7", "glm47", reasons=True),),
     ),
+    "Glm4vForConditionalGeneration": Family(
+        "GLM-4.1V 9B, GLM-4.6V-Flash 9B", "zai-org/GLM-4.1V-9B-Thinking", glm.post_norms_decoder_spec,
+        glm.POST_NORMS_IMAGE_TEXT_WEIGHT_MAP,
+    ),
+    "Glm4vMoeForConditionalGeneration": Family(
+        "GLM-4.5V, 4.6V 106B-A12B", "zai-org/GLM-4.5V", glm.moe_decoder_spec, glm.MOE_IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "GlmForCausalLM": Family(
         "GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP,
         chats=(ChatForm("chatglm-4", "glm4"),),

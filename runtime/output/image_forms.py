@@ -14,7 +14,7 @@ from runtime.base.types import CallboardError
 from runtime.loading.gguf_towers import image_rule_of
 from runtime.media.processor import ImageProcessor
 from runtime.media.rule import DETAILS, Detail
-from runtime.media.source import ImageLimits, ImageSource
+from runtime.media.source import NO_VIDEOS, ImageLimits, ImageSource
 from runtime.output.fields import invalid, shown
 from runtime.text.tokenizer import Tokenizer
 
@@ -47,11 +47,14 @@ def data_url(text: str) -> str:
 def with_marks(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[ImageSource]]:
     """Return messages with a plain part for each picture, as templates read them, and the pictures.
 
-    Raises FieldError for a picture in an unknown form."""
+    Raises FieldError for a picture in an unknown form, and for a video."""
     sources: list[ImageSource] = []
 
     def marked(path: str, part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_KINDS:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and "video" in kind:
+            raise invalid(f"{path}.type", f"is {shown(kind)}: {NO_VIDEOS}")
+        if kind not in IMAGE_KINDS:
             return part
         sources.append(_local_source(path, part))
         return {"type": "image"}

@@ -29,7 +29,7 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model_info import ModelInfo
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
-from runtime.core.plan import NewSlot, StepPlan, StepResult
+from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
@@ -113,6 +113,9 @@ class ImageEncoder(Protocol):
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the images that the model takes."""
+
+    def smallest(self) -> Encoding:
+        """An image with one embedding, in the pool's first row."""
 
     def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
         """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none.

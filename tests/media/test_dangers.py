@@ -14,6 +14,7 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from runtime.base.types import CallboardError
+from runtime.child import ChildPool
 from runtime.media import processor as processor_module
 from runtime.media.decode import decode
 from runtime.media.expand import PreparedImage
@@ -61,6 +62,10 @@ def frames(kind: str, count: int) -> bytes:
     (b"", "is not a PNG, JPEG, WebP, GIF or AVIF file"),
     (b"<svg xmlns='http://www.w3.org/2000/svg' width='8' height='8'/>", "is not a PNG"),
     (b"%PDF-1.7", "is not a PNG"),
+    (b"\0\0\0\x18ftypmp42" + bytes(99), "is a video, but models here read no videos; send some"),
+    (b"\x1a\x45\xdf\xa3" + bytes(99), "is a video"),
+    (b"RIFF\0\0\0\0AVI " + bytes(99), "is a video"),
+    (b"\0\0\0\x18ftypheic" + bytes(99), "is not a PNG"),
     (encoded(picture((8, 8)), "BMP"), "is not a PNG"),
     (encoded(picture((8, 8)), "TIFF"), "is not a PNG"),
     (encoded(picture((8, 8)), "ICO"), "is not a PNG"),
@@ -263,6 +268,18 @@ def test_limits_of_a_request():
     small.limits = ImageLimits(max_request_pixels=5000)
     with pytest.raises(CallboardError, match="have over 5,000 pixels after resizing"):
         small.prepare([ImageSource(data)] * 2)
+
+
+def test_a_child_is_ready_before_the_first_picture(monkeypatch):
+    pool = ChildPool(1, 768 << 20, 5, processor_module._warm_up)
+    monkeypatch.setattr(processor_module, "_CHILDREN", pool)
+    assert ImageProcessor.of(None, Letters(), ImageLimits()) is None
+    assert pool._num_children == 0, "a model without images starts none"
+    assert ImageProcessor.of(QWEN, Letters(), ImageLimits()) is not None
+    child = pool._idle.get(timeout=300)
+    assert child is not None
+    child.kill()
+    pool.close()
 
 
 def test_pillow_stays_in_the_child():

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from runtime.base.types import CallboardError
-from runtime.media.families import image_rule
+from runtime.media.families import _FAMILIES, image_rule
 from runtime.media.resize import Area
 from tests.media.support import rule
 
@@ -44,6 +45,12 @@ def test_numbers_are_the_files(tmp_path):
     changed = image_rule(tmp_path)
     assert changed is not None
     assert (changed.std, changed.resize) == ((0.2,) * 3, found.resize)
+
+
+@pytest.mark.parametrize("model_type", sorted(_FAMILIES))
+def test_a_config_without_tokens_has_the_class_default(model_type: str):
+    config = AutoConfig.for_model(model_type)
+    assert rule(model_type).token_id == config.image_token_id
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
