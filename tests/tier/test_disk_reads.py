@@ -61,7 +61,7 @@ class Clock:
 
 
 class Rig:
-    """An engine with DiskReads, whose disk has all blocks of PROMPT."""
+    """An engine with DiskReads. Its disk has all blocks of PROMPT."""
 
     def __init__(self, prefill_rate: float = 10.0) -> None:
         config = EngineConfig(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64)

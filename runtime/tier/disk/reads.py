@@ -1,4 +1,4 @@
-"""Requests whose prefixes are on disk wait until a keeper has copied them to RAM, where the tier loads them."""
+"""Requests with prefixes on disk wait until a keeper has copied them to RAM. From there the tier loads them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DiskIndex(Protocol):
 
 
 class _Either:
-    """Finds what is in RAM or on disk."""
+    """Looks up entries in RAM and on disk."""
 
     def __init__(self, ram: TierIndex, disk: DiskIndex) -> None:
         self._ram, self._disk = ram, disk
@@ -70,7 +70,7 @@ class DiskReads(Extra):
         prefill_rate: Callable[[], float] = lambda: 0.0,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
-        """Arguments are as those of `Tier`, with the same `ram`."""
+        """See `Tier` for the arguments."""
         assert info.tier is not None
         self._tier, self._ram, self._disk, self._clock = info.tier, ram, disk, clock
         self._least_tokens = least_tokens
