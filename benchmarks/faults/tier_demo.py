@@ -2,6 +2,8 @@
 
     callboard serve Qwen/Qwen3-0.6B
     python -m benchmarks.faults.tier_demo --tokens 8000
+
+It prints the time to the first token before and after.
 """
 
 from __future__ import annotations

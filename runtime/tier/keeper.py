@@ -1,8 +1,8 @@
 """The tier on disk: a second region, and the keeper, a process that copies between it and the region in RAM.
 
-Each engine starts a keeper, which ends with it. A keeper loads what its engine requests from disk into RAM. Among the
-keepers of one disk region, the holder of its lock also copies new entries from RAM to disk. A keeper's death costs only
-this traffic: an entry is READY only after its bytes, and each copy is checked by its sum."""
+Each engine starts a keeper, which ends with it. A keeper loads what its engine requests from disk into RAM. The
+keeper that has the disk region's lock also copies new entries from RAM to disk. A keeper's death costs only this
+traffic: an entry is READY only after its bytes, and each copy is checked by its sum."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import mmap
 import os
 import resource
 import signal
@@ -38,7 +39,7 @@ _RESTART_S = 1.0  # pause before a dead keeper is replaced
 _MAX_KEYS = 4096  # keys in one message
 _REQUEST = struct.Struct("<QQd")  # number, salt, expires; the keys follow
 _NUMBER = struct.Struct("<Q")
-_copiers = ThreadPoolExecutor(4)
+_copiers = ThreadPoolExecutor(8)
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +66,7 @@ class Disk:
         )
         self._socket: socket.socket | None = None  # None before the first start
         self._process: subprocess.Popen[bytes] | None = None
-        self._last = self._ended = 0  # numbers of the last request, and of the last request that has ended
+        self._last = self._ended = 0  # the last request, and the last one that has ended
         self._closing = threading.Event()
         threading.Thread(target=self._keep_alive, daemon=True).start()
 
@@ -128,6 +129,7 @@ def keeper_main(
     """Serve requests until the engine ends, and copy new entries to disk."""
     ram = Region.open(Path(ram_folder), layout, num_slots, slot_bytes, num_ranks)
     disk = Region.open(Path(disk_folder), layout, None, slot_bytes, num_ranks)
+    bypass_cache(disk)
     threading.Thread(target=_save_new, args=(ram, disk, write_rate), daemon=True).start()
     with contextlib.suppress(ConnectionError):
         while message := requests.recv(_REQUEST.size + 16 * _MAX_KEYS):
@@ -148,7 +150,6 @@ def load(disk: Region, ram: Region, keys: bytes, salt: int, expires: float) -> N
 
     _copy(disk, ram, keys, salt, expires, read)
     disk.touch(keys)
-    _uncache(disk)
 
 
 def save(ram: Region, disk: Region, keys: bytes, salt: int, expires: float) -> None:
@@ -160,7 +161,6 @@ def save(ram: Region, disk: Region, keys: bytes, salt: int, expires: float) -> N
         return row
 
     _copy(ram, disk, keys, salt, expires, write)
-    _uncache(disk)
 
 
 def _copy(
@@ -234,10 +234,11 @@ def _chosen(keys: bytes, which: NDArray[np.bool_]) -> bytes:
     return np.frombuffer(keys, "V16")[which].tobytes()
 
 
-def _uncache(region: Region) -> None:
-    """Keep the payloads of a disk region out of the system's cache: they are in RAM already."""
-    for file in region.files:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+def bypass_cache(disk: Region) -> None:
+    """Read and write payloads without the system's cache, if slots and file system permit: they are in RAM already."""
+    for file in disk.files if disk.slot_bytes % mmap.PAGESIZE == 0 else ():
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 if __name__ == "__main__":

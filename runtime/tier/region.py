@@ -1,7 +1,7 @@
 """A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
 
 `head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
-set-associative, so nothing is rebuilt after a death. A key selects two sets with 16 ways each, and takes the way that
+set-associative, so nothing is rebuilt after a death. A key selects two sets with 32 ways each, and takes the way that
 was used longest ago. With one set a key, a long prefix would soon lose a block: sets fill unevenly.
 
 A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
@@ -78,7 +78,7 @@ class Region:
 
     @classmethod
     def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
-        """Attach to the region in `folder`, or create it. Its slots are a multiple of 16; see `num_slots`.
+        """Attach to the region in `folder`, or create it. Its slots are a multiple of 32; see `num_slots`.
 
         A region of another size or layout, or a damaged one, is replaced unless a process uses it. If only the size
         differs and it is in use, it is attached as it is. Without `num_slots` the size is kept, and a new region takes
