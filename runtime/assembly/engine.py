@@ -24,6 +24,7 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram
+from runtime.tier.extra import Tier
 
 
 def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
@@ -54,11 +55,12 @@ def build_engine(
     executor: Executor,
     speculation: Speculation | None = None,
     pacing: StepPacing | None = None,
+    tier: Tier | None = None,
 ) -> EngineCore:
     """Return an engine with all extras.
 
     Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold."""
-    timed: Sequence[Extra | None] = (speculation, pacing)
+    timed: Sequence[Extra | None] = (speculation, pacing, tier)
     return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
 
 

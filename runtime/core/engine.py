@@ -32,8 +32,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if a request is live or a step is in flight."""
-        return bool(self.scheduler.requests) or self.scheduler.num_in_flight > 0
+        """True if a request is live, a step is in flight, or an extra needs a step."""
+        return bool(self.scheduler.requests) or self.scheduler.num_in_flight > 0 or self.extras.needs_plan()
 
     def add(self, request: Request, owner: Any = None) -> RequestState:
         """Queue a request; `owner` is carried in its state. Raises CallboardError if it can never be served."""
