@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.model_info import TierInfo
+from runtime.tier.region import RegionFigures
 
 KEY_BYTES = 16
 _KEY = np.dtype("V16")
@@ -32,6 +33,10 @@ class TierIndex(Protocol):
 
     def drop(self, keys: bytes) -> None:
         """Forget entries, which are damaged or spoilt."""
+        ...
+
+    def figures(self) -> RegionFigures:
+        """Count entries and bytes."""
         ...
 
 
