@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.tier_trace mooncake_conversation.jsonl.gz --seconds 60 250 600
 
-A line of the trace is a request: `timestamp` in milliseconds, and `hash_ids`, one for each `--trace-block` tokens of the
+A line of the trace is a request: `timestamp` in milliseconds, and `hash_ids`, one for each `--trace-block` tokens of a
 prompt. The region has entries of `--block` tokens and holds what arrives in `--seconds` on average. It has no payload.
 Requests follow one another at once. Each looks up its prompt, touches the hit, and stores the rest.
 

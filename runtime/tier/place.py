@@ -26,10 +26,13 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
-_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # by default; about ten minutes of what a CPU computes
+_MOST_BYTES = {
+    "cuda": 64 * _GIB,
+    "cpu": 4 * _GIB,
+}  # a tier without kv_tier_memory; a CPU computes as much in ten minutes
 LEAST_BYTES = 64 << 20  # a default tier smaller than this is off
 _DIGEST = "[0-9a-f]{16}"
-_CREATION_S = 60.0  # limit for a region's creation; what has the name of one and is older was left by a killed process
+_CREATION_S = 60.0  # limit for a region's creation; older ones that are not complete were left by killed processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,13 @@ class StoredRegion:
     opened: float  # time of the last opening
 
 
-def base_folder(folder: str | None) -> Path:
-    """Return the folder of all regions for a value of kv_tier_folder."""
-    return Path(folder) if folder else _MEMORY / f"callboard-{os.getuid()}"
+def base_folder() -> Path:
+    """Return the folder in memory with all regions of this user."""
+    return Path(os.environ.get("CALLBOARD_TIER") or _MEMORY / f"callboard-{os.getuid()}")
 
 
 def host() -> str:
-    """Return a name of this machine, or of this container."""
+    """Return this machine's or container's name."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
@@ -62,9 +65,8 @@ def open_region(
     `available` has the bytes of free memory. All ranks call this; the first one decides on the size."""
     if config.kv_tier_name is None or config.kv_tier_memory == 0 or not config.prefix_cache:
         return None
-    base = base_folder(config.kv_tier_folder)
     digest = hashlib.sha256(f"{layout} {slot_bytes} {num_ranks}".encode()).hexdigest()[:16]
-    folder = base / f"{quote(config.kv_tier_name, safe='')}-{digest}"
+    folder = base_folder() / f"{quote(config.kv_tier_name, safe='')}-{digest}"
     try:
         size = _size(config.kv_tier_memory, device, folder, num_ranks, available)
         region = Region.open(folder, layout, size // (slot_bytes * num_ranks), slot_bytes, num_ranks)
@@ -135,7 +137,7 @@ def _size(gib: float | None, device: str, folder: Path, num_ranks: int, availabl
     if gib is None and not default:
         raise CallboardError(
             f"{base} has {_free_bytes(base) / _GIB:.2f} GiB free for it, which is too little; start a container with a "
-            "larger --shm-size, or name a folder on a disk as kv_tier_folder."
+            "larger --shm-size, or set CALLBOARD_TIER to another folder."
         )
     size = default if gib is None else int(gib * _GIB)
     if not folder.exists():
