@@ -5,7 +5,7 @@
 
 Each engine is a process of its own with random weights in a published shape, without Ray. The first one computes
 `--tokens` tokens, stores them, and is killed while it writes an answer. The second one starts on the region that is
-left, and answers the conversation's next turn. The third one has no tier.
+left, and answers the conversation's next turn. The third one runs without a tier.
 
 Milliseconds are times to the first token, medians over the repeats.
 
@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=64, metavar="TOKENS", help="text of the next turn")
     parser.add_argument("--memory", type=float, default=1.0, metavar="GIB", help="size of the tier")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cells", nargs="*", default=["8x512x128"], metavar="BATCHxINxOUT", help="work for the overhead")
+    parser.add_argument(
+        "--cells", nargs="*", default=["8x512x128"], metavar="BATCHxINxOUT", help="work for the overhead"
+    )
     parser.add_argument("--copied", type=float, default=0.5, metavar="GIB", help="bytes for the line of copies")
     args = parser.parse_args()
     config = engine_config(args.set, kv_tier_memory=args.memory, kv_tier_name=f"benchmark-{os.getpid()}")
@@ -117,11 +119,13 @@ def _third(figures: Connection, args: argparse.Namespace, config: EngineConfig, 
 
 
 class Conversation:
-    """A conversation of random tokens with an engine of this process."""
+    """Random tokens as a conversation with an engine in this process."""
 
     def __init__(self, args: argparse.Namespace, config: EngineConfig) -> None:
         self.engine = Engine(args.model, config)
-        assert config.kv_tier_memory == 0 or self.engine.info.tier is not None, "there is no tier; the log has the reason"
+        assert config.kv_tier_memory == 0 or self.engine.info.tier is not None, (
+            "there is no tier; the log has the reason"
+        )
         self.history = self.text(args.tokens)  # the same in each process
         self._next = self.history + self.text(args.turn)
         self._num_requests = 0
@@ -197,7 +201,7 @@ def _core_without_tier(engine: Engine) -> EngineCore:
 
 
 def _work(engine: Engine, batch: int, prompt_len: int, output_len: int) -> dict[str, float]:
-    """Prefill one prompt, decode a batch, then answer requests of which each begins when another one ends."""
+    """Prefill one prompt, decode a batch, then answer requests that begin one by one."""
     prefill = engine.run(1, batch * prompt_len, 1)
     decode = engine.run(batch, prompt_len, output_len)
     gaps, rate = _serve(engine, batch, prompt_len, output_len)
@@ -230,7 +234,7 @@ def _serve(engine: Engine, batch: int, prompt_len: int, output_len: int) -> tupl
 
 
 def _copies(engine: Engine, num_bytes: int) -> dict[str, float]:
-    """Store blocks of the first group, and load them again, with plans that have no rows."""
+    """Store the first group's blocks, and load them again, by plans without rows."""
     tier, executor = engine.info.tier, engine.core.executor
     assert tier is not None
     count = min(num_bytes // tier.slot_bytes, engine.info.num_kv_blocks - 1, tier.num_slots // 2)
