@@ -15,7 +15,7 @@ Milliseconds are times to the first token, medians over the repeats.
     | | tier_ms | the same again; the device's cache is emptied before it |
     | | device_ms, computed_ms | the same with the device's blocks, and with none, under another salt |
     | | different | tokens of these answers that differ from the computed ones |
-    | start | new_s, full_s, none_s | until an engine is ready: with an empty region, with that of the first one, without |
+    | start | new_s, full_s, none_s | seconds until an engine is ready: empty region, used region, no tier |
     | overhead | with_, without_ | rates and times with a tier that has no hit, and without it; one runner, in turns |
     | copies | store_gb_s, load_gb_s | all blocks of `--copied` GiB at once, nothing else running |
 """
@@ -241,7 +241,7 @@ def _copies(engine: Engine, num_bytes: int) -> dict[str, float]:
     region = Region.open(Path(tier.folder), tier.layout, tier.num_slots, tier.slot_bytes, tier.num_ranks)
     engine.core.scheduler.pool.evict_unheld()
     times = dict[str, float]()
-    for repeat in range(2):  # the first one touches the memory
+    for _ in range(2):  # the first one touches the memory
         keys = np.frombuffer(engine.rng.bytes(16 * count), "V16")
         keys = keys[region.reserve(keys.tobytes(), 0)]
         numbers = np.arange(len(keys), dtype=np.int32)
