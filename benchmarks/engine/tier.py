@@ -216,7 +216,7 @@ def _work(engine: Engine, batch: int, prompt_len: int, output_len: int) -> dict[
 def _serve(engine: Engine, batch: int, prompt_len: int, output_len: int) -> tuple[list[float], float]:
     """Answer three batches, `batch` requests at a time. Return the times between tokens, and output tokens a second."""
     core, left, num_tokens = engine.core, 2 * batch, 0
-    last, gaps = dict[str, float](), list[float]()
+    last, gaps = dict[Any, float](), list[float]()
     begin = time.perf_counter()
     engine.add(batch, prompt_len, output_len)
     while core.scheduler.requests:
@@ -224,8 +224,8 @@ def _serve(engine: Engine, batch: int, prompt_len: int, output_len: int) -> tupl
             continue
         now = time.perf_counter()
         for state in output.states:
-            gaps += [now - last[state.id]] if state.id in last else []
-            last[state.id] = now
+            gaps += [now - last[state]] if state in last else []
+            last[state] = now
         num_tokens += len(output.token_ids)
         ended = min(left, batch - len(core.scheduler.requests))
         engine.add(ended, prompt_len, output_len)
