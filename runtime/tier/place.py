@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.base.config import EngineConfig
 from runtime.base.errors import CallboardError
 from runtime.base.model_info import TierInfo
-from runtime.tier.region import Region
+from runtime.tier.region import Region, RegionFigures
 
 logger = logging.getLogger(__name__)
 
