@@ -29,6 +29,9 @@ from runtime.tier.sums import key_words
 
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
+_LEFT, _NEVER = 2, 9  # see _order_of
+_BANK_SETS = 128
+_FULL_SHARE = 0.9
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
 
@@ -75,6 +78,7 @@ class Region:
         ]
         self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
         self._full_until = 0.0
+        self._bank = self._num_due = 0  # the next bank's first set; entries stored since the last one
 
     @classmethod
     def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
@@ -158,9 +162,11 @@ class Region:
         The others are present or reserved already, find no way to take, or another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
+        self.touch(keys)  # entries that are present have just been computed again
         with self._try_lock() as has_lock:
             if not has_lock:
                 return taken
+            self._make_room(len(words), salt)
             sets = self._sets_of(words)
             rest = np.arange(len(words))
             while rest.size:  # keys without common sets are reserved at once
@@ -184,8 +190,7 @@ class Region:
         pid = os.getpid()
         is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
         sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
-        self._done[sets, ways] = 0
-        self._low[sets, ways] = self._high[sets, ways] = 0
+        self._free(sets, ways)
 
     def prefault(self, stop: threading.Event) -> None:
         """Give all slots their memory, in a thread, until `stop` is set or memory is out. Later calls are quick.
@@ -214,43 +219,52 @@ class Region:
         """Return both sets of each key [n, 2]."""
         return (words % np.uint64(self._num_sets)).astype(np.int64)
 
-    def _reserve_in(
-        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
-    ) -> NDArray[np.bool_]:
-        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
-        now = time.time()
+    def _order_of(
+        self, sets: NDArray[np.int64], salt: int, now: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return how late each way of the sets [n, k] is taken for an entry with this salt, both [n, k * WAYS].
+
+        The first number decides, then the second. A way up to _LEFT has no entry, and a way with _NEVER stays."""
 
         def ways_of(field: NDArray[Any]) -> NDArray[Any]:
-            return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
+            return field[sets].reshape(len(sets), -1, *field.shape[2:])
 
-        low, high, until = map(ways_of, (self._low, self._high, self._expires))
-        used = np.nan_to_num(ways_of(self._used))
-        is_free = (low == 0) & (high == 0)
+        until, used, has_pages = ways_of(self._expires), np.nan_to_num(ways_of(self._used)), ways_of(self._has_pages)
+        is_free = (ways_of(self._low) == 0) & (ways_of(self._high) == 0)
         is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
         is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
         is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
-        is_same = (low == words[:, :1]) & (high == words[:, 1:])
         is_mine = ways_of(self._salt) == salt
-        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
-        has_pages = ways_of(self._has_pages) != 0
-        order = np.select(  # the lowest is taken; 9 never
+        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) * 2 >= is_free.shape[1]
+        order = np.select(
             [
-                is_same & is_left,
-                (is_free | is_left) & has_pages,
-                is_free | is_left,
+                is_free & (has_pages != 0),
+                is_free & (now >= self._full_until),
+                is_left & (has_pages != 0),
                 ~is_ready,
                 (until > 0) & (until < now),
                 over_quota & ~is_mine & (now - used < _IDLE_S),
                 until > 0,
             ],
-            [0, 1, 2, 9, 3, 6, 5],
+            [0, 1, _LEFT, _NEVER, 3, 6, 5],
             4,
         )
-        order[~has_pages & (now < self._full_until)] = 9
-        best = np.where(order == order.min(1, keepdims=True), np.fmin(used, now), np.inf).argmin(1)
-        may: NDArray[np.bool_] = (order[np.arange(len(best)), best] < 9) & ~(is_same & ~is_left).any(1)
+        num_taken = np.repeat((~is_free).reshape(*sets.shape, WAYS).sum(2), WAYS, 1)
+        return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
+
+    def _reserve_in(
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
+    ) -> NDArray[np.bool_]:
+        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
+        now, all_keys = time.time(), np.arange(len(pairs))
+        order, used = self._order_of(pairs, salt, now)
+        is_same = (self._low[pairs] == words[:, :1, None]) & (self._high[pairs] == words[:, 1:, None])
+        is_same = is_same.reshape(order.shape)
+        order[is_same & (order == _LEFT)] = -1  # it would be there twice
+        best = np.where(order == order.min(1, keepdims=True), used, np.inf).argmin(1)
+        may: NDArray[np.bool_] = (order[all_keys, best] < _NEVER) & ~(is_same & (order > _LEFT)).any(1)
         side, ways = np.divmod(best, WAYS)
-        sets = pairs[np.arange(len(best)), side]
+        sets = pairs[all_keys, side]
         for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
             may[i] = self._give_pages(int(sets[i]), int(ways[i]))
         sets, ways = sets[may], ways[may]
@@ -259,6 +273,30 @@ class Region:
         self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, now
         self._low[sets, ways], self._high[sets, ways] = words[may].T
         return may
+
+    def _make_room(self, num_keys: int, salt: int) -> None:
+        """Evict from banks of sets, in turn, so that they keep a tenth free. The lock is held.
+
+        A set that evicts by itself loses young entries while others keep old ones. Then most long prefixes would lose a
+        block."""
+        if self._num_sets <= 2:
+            return
+        num_sets = min(self._num_sets, _BANK_SETS)
+        self._num_due += num_keys
+        while self._num_due > 0:
+            self._num_due -= max(1, num_sets * WAYS // 64)
+            sets = (self._bank + np.arange(num_sets)) % self._num_sets
+            self._bank = (self._bank + num_sets) % self._num_sets
+            (order,), (used,) = self._order_of(sets[None], salt, time.time())
+            excess = int((order > _LEFT).sum()) - int(_FULL_SHARE * order.size)
+            can = np.flatnonzero((order > _LEFT) & (order < _NEVER))
+            if 0 < excess <= can.size:
+                first = can[np.argpartition(order[can] * 1e10 + used[can], excess - 1)[:excess]]
+                self._free(sets[first // WAYS], first % WAYS)
+
+    def _free(self, sets: NDArray[np.int64], ways: NDArray[np.int64]) -> None:
+        self._done[sets, ways] = 0
+        self._low[sets, ways] = self._high[sets, ways] = 0
 
     def _give_pages(self, index: int, way: int) -> bool:
         """Allocate a slot's memory in the files. Without it, a write would end the process."""
