@@ -24,7 +24,9 @@ class Pinned:
         """`payload` is [num_slots, slot_words]. A slot has whole pages. A thread begins to pin on a GPU."""
         self._payload, self._device, self._stop = payload, device, threading.Event()
         self._pieces: list[int] = []  # addresses
-        self.num_slots = len(payload) if device.type != "cuda" else 0  # the pinned ones; without a GPU all count as pinned
+        self.num_slots = (
+            len(payload) if device.type != "cuda" else 0
+        )  # the pinned ones; without a GPU all count as pinned
         self._thread = threading.Thread(target=self._pin, name="tier-pinning", daemon=True)
         if device.type == "cuda":
             self._thread.start()
