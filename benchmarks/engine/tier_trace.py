@@ -1,10 +1,10 @@
-"""Hits of the tier's index on a recorded trace, next to an exact LRU of the same size.
+"""Hits of the tier's index on a recorded trace, next to an exact LRU with as many entries.
 
     python -m benchmarks.engine.tier_trace mooncake_conversation.jsonl.gz --seconds 60 250 600
 
-A line of the trace is a request: `timestamp` in milliseconds, and `hash_ids`, one for each `--trace-block` tokens of a
-prompt. The region has entries of `--block` tokens and holds what arrives in `--seconds` on average. It has no payload.
-Requests follow one another at once. Each looks up its prompt, touches the hit, and stores the rest.
+Each line is a request: `timestamp` in milliseconds, and `hash_ids`, one for each `--trace-block` prompt tokens. The
+region's entries have `--block` tokens. It holds the average traffic of `--seconds`, without payloads. Requests follow
+one another at once. Each looks up its prompt, touches the hit, and stores the rest.
 
     | figure | what |
     | --- | --- |
@@ -35,7 +35,7 @@ _SLOT_BYTES = 8
 
 
 class IndexReplay:
-    """A region without payloads, in which requests look up their prompts and store what is missing."""
+    """A region without payloads: requests look up their prompts and store the missing entries."""
 
     def __init__(self, folder: Path, num_entries: int, per_hash: int) -> None:
         self._region = Region.open(folder / "trace", "trace", num_entries, _SLOT_BYTES, 1)
@@ -59,7 +59,7 @@ class IndexReplay:
         return count / self._per_hash
 
     def _keys(self, number: int) -> bytes:
-        """Return the keys of the entries that one hash of the trace stands for."""
+        """Return the keys for one of the trace's hashes."""
         return hashlib.shake_128(number.to_bytes(8, "little")).digest(16 * self._per_hash)
 
     def close(self) -> None:

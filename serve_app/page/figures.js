@@ -70,7 +70,7 @@ export const FIGURES = [
     format: size,
     about: 'Memory of the machine that outlives engines. A prompt whose beginning is there is loaded, if that is quicker than to compute it.',
     read({ now }) {
-      const [used, most] = ['callboard:kv_tier_bytes', 'callboard:kv_tier_size_bytes'].map(name => now.largest(name));
+      const [used, most] = ['callboard:kv_tier_used_bytes', 'callboard:kv_tier_size_bytes'].map(name => now.largest(name));
       if (!most) return null;
       const damaged = now.sum('callboard:kv_tier_damaged_total');
       const lost = damaged ? `, ${damaged} damaged ${damaged > 1 ? 'entries' : 'entry'} left out` : '';
@@ -85,7 +85,7 @@ export const FIGURES = [
     about: 'Prompt tokens that were loaded and not computed. Loads that are under way delay no other request.',
     read({ now }) {
       if (!now.largest('callboard:kv_tier_size_bytes')) return null;
-      const [tokens, loads] = [now.sum('callboard:kv_tier_hit_tokens_total'), now.sum('callboard:kv_tier_loads')];
+      const [tokens, loads] = [now.sum('callboard:kv_tier_hit_tokens_total'), now.sum('callboard:kv_tier_loads_in_flight')];
       const saved = now.sum('callboard:kv_tier_saved_seconds_total');
       const caption = `${duration(saved)} of computing saved since the start, ${loads} load${loads === 1 ? '' : 's'} under way`;
       return { value: tokens, text: short(tokens), caption };
