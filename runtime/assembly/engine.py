@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from runtime.base.config import EngineConfig
+from runtime.base.errors import CallboardError
 from runtime.base.model_info import ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
@@ -25,8 +28,12 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram
+from runtime.tier.disk.keeper import Disk
+from runtime.tier.disk.reads import DiskReads
 from runtime.tier.extra import Tier
 from runtime.tier.place import SharedRegion
+
+logger = logging.getLogger(__name__)
 
 
 def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
@@ -63,20 +70,37 @@ def build_engine(
 
     Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold. By
     default the `tier` is the one that the runners have opened."""
-    timed: Sequence[Extra | None] = (speculation, pacing, tier or _tier_of(info, pacing))
-    return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
+    timed: Sequence[Extra | None] = (speculation, pacing)
+    tiers = _tiers_of(config, info, pacing) if tier is None else [tier]
+    return EngineCore(config, info, executor, [*filter(None, timed), *tiers, *extras_of(config, info)])
 
 
-def _tier_of(info: ModelInfo, pacing: StepPacing | None) -> Tier | None:
+def _tiers_of(config: EngineConfig, info: ModelInfo, pacing: StepPacing | None) -> list[Extra]:
+    """Return the tier that the runners have opened, and the one on disk."""
     if info.tier is None:
-        return None
-    return Tier(info, SharedRegion(info.tier), time.time, lambda: 0.0 if pacing is None else pacing.prefill_rate)
+        return []
+
+    def prefill_rate() -> float:
+        return 0.0 if pacing is None else pacing.prefill_rate
+
+    common = info, SharedRegion(info.tier)
+    tiers: list[Extra] = [Tier(*common, time.time, prefill_rate)]
+    if config.kv_tier_folder is not None:
+        try:
+            disk = Disk(info.tier, Path(config.kv_tier_folder))
+        except CallboardError as e:
+            logger.warning("KV tier: not on disk. %s", e)
+        else:
+            tiers.append(DiskReads(*common, disk, time.time, prefill_rate))
+    return tiers
 
 
 def use_fresh_runners(core: EngineCore, executor: Executor, info: ModelInfo) -> None:
     """Continue with runners behind `executor`, which have described themselves as `info`."""
     if (tier := core.extras.get(Tier)) is not None and isinstance(tier.index, SharedRegion):
         tier.index.attach(info.tier)
+    if (reads := core.extras.get(DiskReads)) is not None:
+        reads.disk.restart()
     core.recover(executor)
 
 

@@ -1,5 +1,6 @@
 """A model in this process, with a tier: the same tokens from a cache hit, a tier hit, a miss and after a death."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from runtime.base.types import SamplingParams
 from runtime.llm import LLM
+from runtime.tier.place import base_folder, forget
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.tiers import flip_bits, num_entries
@@ -59,6 +61,22 @@ def test_a_new_engine_continues_with_the_same_tokens(start):
     assert answers(second) == again, "a hit in the tier is as long as one on the device"
     assert figures(second)["hit_tokens"] == sum(cached for _, cached in again)
     assert figures(second)["damaged"] == 0
+
+
+def test_a_new_engine_reads_from_disk_after_a_reboot(start, tmp_path: Path):
+    disk = str(tmp_path / "disk")
+    first = start(kv_tier_folder=disk)
+    alone = answers(first)
+    again, stored = answers(first), num_entries("t")
+    end = time.monotonic() + 60
+    while num_entries("t", tmp_path / "disk") < stored:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    forget(base_folder(), "t")
+    second = start(kv_tier_folder=disk)
+    assert answers(second) == again
+    assert figures(second)["disk_tokens"] >= sum(cached for _, cached in again)
+    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in alone]
 
 
 def test_flipped_bits_are_a_miss(start):

@@ -72,8 +72,9 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def regions_of(name: str) -> list[Path]:
-    return sorted(head.parent for head in base_folder().glob(f"{name}-*/head"))
+def regions_of(name: str, base: Path | None = None) -> list[Path]:
+    """A tier's regions in memory, or in a folder."""
+    return sorted(head.parent for head in (base or base_folder()).glob(f"{name}-*/head"))
 
 
 def opened(folder: Path) -> Region:
@@ -84,10 +85,10 @@ def opened(folder: Path) -> Region:
     return Region.open(folder, layout, slots, size, ranks)
 
 
-def num_entries(name: str) -> int:
+def num_entries(name: str, base: Path | None = None) -> int:
     """READY entries of a tier."""
     count = 0
-    for folder in regions_of(name):
+    for folder in regions_of(name, base):
         region = opened(folder)
         count += region.figures().entries
         region.close()
