@@ -28,8 +28,7 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram
-from runtime.tier.disk.keeper import Disk
-from runtime.tier.disk.reads import DiskReads
+from runtime.tier.disk.reads import DiskReads, disk_reads_of
 from runtime.tier.extra import Tier
 from runtime.tier.place import SharedRegion
 
@@ -70,29 +69,20 @@ def build_engine(
 
     Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold. By
     default the `tier` is the one that the runners have opened."""
-    timed: Sequence[Extra | None] = (speculation, pacing)
     tiers = _tiers_of(config, info, pacing) if tier is None else [tier]
-    return EngineCore(config, info, executor, [*filter(None, timed), *tiers, *extras_of(config, info)])
+    timed: Sequence[Extra | None] = (speculation, pacing, *tiers)
+    return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
 
 
-def _tiers_of(config: EngineConfig, info: ModelInfo, pacing: StepPacing | None) -> list[Extra]:
-    """Return the tier that the runners have opened, and the one on disk."""
+def _tiers_of(config: EngineConfig, info: ModelInfo, pacing: StepPacing | None) -> Sequence[Extra | None]:
     if info.tier is None:
-        return []
+        return ()
 
     def prefill_rate() -> float:
         return 0.0 if pacing is None else pacing.prefill_rate
 
-    common = info, SharedRegion(info.tier)
-    tiers: list[Extra] = [Tier(*common, time.time, prefill_rate)]
-    if config.kv_tier_folder is not None:
-        try:
-            disk = Disk(info.tier, Path(config.kv_tier_folder))
-        except CallboardError as e:
-            logger.warning("KV tier: not on disk. %s", e)
-        else:
-            tiers.append(DiskReads(*common, disk, time.time, prefill_rate))
-    return tiers
+    tier = Tier(info, SharedRegion(info.tier), time.time, prefill_rate)
+    return tier, disk_reads_of(config, tier, info, prefill_rate)
 
 
 def use_fresh_runners(core: EngineCore, executor: Executor, info: ModelInfo) -> None:
@@ -100,7 +90,7 @@ def use_fresh_runners(core: EngineCore, executor: Executor, info: ModelInfo) -> 
     if (tier := core.extras.get(Tier)) is not None and isinstance(tier.index, SharedRegion):
         tier.index.attach(info.tier)
     if (reads := core.extras.get(DiskReads)) is not None:
-        reads.disk.restart()
+        reads.restart()
     core.recover(executor)
 
 

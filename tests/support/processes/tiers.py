@@ -73,7 +73,6 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def regions_of(name: str, base: Path | None = None) -> list[Path]:
-    """A tier's regions in memory, or in a folder."""
     return sorted(head.parent for head in (base or base_folder()).glob(f"{name}-*/head"))
 
 
@@ -86,7 +85,7 @@ def opened(folder: Path) -> Region:
 
 
 def num_entries(name: str, base: Path | None = None) -> int:
-    """READY entries of a tier."""
+    """READY entries of a tier, in memory or in another folder."""
     count = 0
     for folder in regions_of(name, base):
         region = opened(folder)
