@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from runtime.base.config import EngineConfig
-from runtime.base.errors import CallboardError
 from runtime.base.model_info import ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
@@ -31,8 +28,6 @@ from runtime.speculation.ngram import Ngram
 from runtime.tier.disk.reads import DiskReads, disk_reads_of
 from runtime.tier.extra import Tier
 from runtime.tier.place import SharedRegion
-
-logger = logging.getLogger(__name__)
 
 
 def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:

@@ -63,22 +63,6 @@ def test_a_new_engine_continues_with_the_same_tokens(start):
     assert figures(second)["damaged"] == 0
 
 
-def test_a_new_engine_reads_from_disk_after_a_reboot(start, tmp_path: Path):
-    disk = str(tmp_path / "disk")
-    first = start(kv_tier_folder=disk)
-    alone = answers(first)
-    again, stored = answers(first), num_entries("t")
-    end = time.monotonic() + 60
-    while num_entries("t", tmp_path / "disk") < stored:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    forget(base_folder(), "t")
-    second = start(kv_tier_folder=disk)
-    assert answers(second) == again
-    assert figures(second)["disk_tokens"] >= sum(cached for _, cached in again)
-    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in alone]
-
-
 def test_flipped_bits_are_a_miss(start):
     first = start()
     alone = answers(first)

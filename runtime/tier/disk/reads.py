@@ -84,7 +84,7 @@ class DiskReads(Extra):
     ) -> None:
         """See `Tier` for the arguments."""
         assert info.tier is not None
-        self._tier, self._ram, self.disk, self._clock = info.tier, ram, disk, clock
+        self._tier, self._ram, self._disk, self._clock = info.tier, ram, disk, clock
         self._least_tokens = least_tokens
         self._costs = Costs(info.device, clock, prefill_rate, _FIRST_RATE)
         self._reads: dict[RequestState, _Read] = {}
@@ -97,7 +97,7 @@ class DiskReads(Extra):
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         keys = TierKeys(self._tier, len(kv_cache.caches))
         self._size, self._in_ram = kv_cache.block_size, TierHits(kv_cache, self._ram, keys)
-        self._anywhere = TierHits(kv_cache, _Either(self._ram, self.disk), keys)
+        self._anywhere = TierHits(kv_cache, _Either(self._ram, self._disk), keys)
 
     def stats(self) -> dict[str, float]:
         return self._figures
@@ -114,14 +114,14 @@ class DiskReads(Extra):
             return
         ttl_s = state.request.cache_ttl_s
         expires = self._clock() + ttl_s if ttl_s else 0.0
-        if number := self.disk.request(keys.tobytes(), salt_number(state.request.cache_salt), expires):
+        if number := self._disk.request(keys.tobytes(), salt_number(state.request.cache_salt), expires):
             self._reads[state] = _Read(number, self._clock(), num_bytes)
             self._figures["tier_disk_tokens"] += num_tokens
             self._figures["tier_disk_bytes"] += num_bytes * self._tier.num_ranks
 
     def held(self) -> Set[RequestState]:
         for state, read in list(self._reads.items()):
-            if self.disk.has_ended(read.number) or self._clock() - read.begun_at > _MOST_S:
+            if self._disk.has_ended(read.number) or self._clock() - read.begun_at > _MOST_S:
                 del self._reads[state]
                 self._costs.observe(read.num_bytes, read.begun_at)
         return self._reads.keys()
