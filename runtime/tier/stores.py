@@ -104,7 +104,7 @@ class Stores:
         if (progress := self._progress.pop(state, None)) is None:
             if not state.request.cache_ttl_s:
                 return
-            progress = _Progress(self._kv_cache.num_cacheable(state) // self._size)  # its lifetime counts anyway
+            progress = _Progress(len(state.block_hashes))  # cached before; they get its lifetime
         self._grown.pop(state, None)
         if progress.cached > progress.due and progress.cached >= self._least:
             self._make_due(state, progress, step_id)
