@@ -182,13 +182,12 @@ class EngineConfig:
     kv_tier_memory: float | None = setting(
         None,
         "GiB of the tier: host memory whose KV blocks and states outlive the engine; 0 for none; default: 64 on a GPU, "
-        "4 on a CPU, or less: a quarter of the available memory, half of the free space in kv_tier_folder",
+        "4 on a CPU, or less: a quarter of the available memory, half of the free space in /dev/shm",
         0,
     )
     kv_tier_folder: str | None = setting(
         None,
-        "folder for the tier on every node; default: /dev/shm/callboard-UID, which is memory; on a disk the tier also "
-        "outlives a reboot",
+        "folder on a disk of every node, for what the tier has no room for and what outlives a reboot; default: none",
     )
     kv_tier_name: str | None = setting(
         None, "name of the tier, which engines of a node share by this name; default: the application's; LLM has none"

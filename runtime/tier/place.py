@@ -17,19 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.base.config import EngineConfig
 from runtime.base.errors import CallboardError
 from runtime.base.model_info import TierInfo
-from runtime.tier.region import Region
+from runtime.tier.region import Region, RegionFigures
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MEMORY = Path("/dev/shm")
-_MOST_BYTES = {"cuda": 64 * _GIB, "cpu": 4 * _GIB}  # by default; about ten minutes of what a CPU computes
+_MOST_BYTES = {
+    "cuda": 64 * _GIB,
+    "cpu": 4 * _GIB,
+}  # a tier without kv_tier_memory; a CPU computes as much in ten minutes
 LEAST_BYTES = 64 << 20  # a default tier smaller than this is off
 _DIGEST = "[0-9a-f]{16}"
-_CREATION_S = 60.0  # limit for a region's creation; what has the name of one and is older was left by a killed process
+_CREATION_S = 60.0  # limit for a region's creation; older ones that are not complete were left by killed processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,13 @@ class StoredRegion:
     opened: float  # time of the last opening
 
 
-def base_folder(folder: str | None) -> Path:
-    """Return the folder of all regions for a value of kv_tier_folder."""
-    return Path(folder) if folder else _MEMORY / f"callboard-{os.getuid()}"
+def base_folder() -> Path:
+    """Return the folder in memory with all regions of this user."""
+    return Path(os.environ.get("CALLBOARD_TIER") or _MEMORY / f"callboard-{os.getuid()}")
 
 
 def host() -> str:
-    """Return a name of this machine, or of this container."""
+    """Return this machine's or container's name."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
@@ -62,9 +68,8 @@ def open_region(
     `available` has the bytes of free memory. All ranks call this; the first one decides on the size."""
     if config.kv_tier_name is None or config.kv_tier_memory == 0 or not config.prefix_cache:
         return None
-    base = base_folder(config.kv_tier_folder)
     digest = hashlib.sha256(f"{layout} {slot_bytes} {num_ranks}".encode()).hexdigest()[:16]
-    folder = base / f"{quote(config.kv_tier_name, safe='')}-{digest}"
+    folder = base_folder() / f"{quote(config.kv_tier_name, safe='')}-{digest}"
     try:
         size = _size(config.kv_tier_memory, device, folder, num_ranks, available)
         region = Region.open(folder, layout, size // (slot_bytes * num_ranks), slot_bytes, num_ranks)
@@ -135,7 +140,7 @@ def _size(gib: float | None, device: str, folder: Path, num_ranks: int, availabl
     if gib is None and not default:
         raise CallboardError(
             f"{base} has {_free_bytes(base) / _GIB:.2f} GiB free for it, which is too little; start a container with a "
-            "larger --shm-size, or name a folder on a disk as kv_tier_folder."
+            "larger --shm-size, or set CALLBOARD_TIER to another folder."
         )
     size = default if gib is None else int(gib * _GIB)
     if not folder.exists():
@@ -167,3 +172,43 @@ def _is_used(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+class SharedRegion:
+    """A region as an engine uses it. Without one, or after it is gone, all is a miss and nothing is stored."""
+
+    def __init__(self, info: TierInfo | None) -> None:
+        self._region: Region | None = None
+        self.attach(info)
+
+    def attach(self, info: TierInfo | None) -> None:
+        """Use the region of fresh runners, which may be a new one."""
+        before, self._region = self._region, None if info is None else attached(info)
+        if before is not None:
+            before.close()
+
+    def find(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return which keys are READY [n]."""
+        return self._nothing(keys) if self._region is None else self._region.find(keys)
+
+    def touch(self, keys: bytes, expires: float = 0) -> None:
+        """Set the last use of READY keys to now, and with `expires` the time until which they are kept if possible."""
+        if self._region is not None:
+            self._region.touch(keys, expires)
+
+    def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
+        """Give keys a slot to be written; return which ones have got it [n]."""
+        return self._nothing(keys) if self._region is None else self._region.reserve(keys, salt, expires)
+
+    def drop(self, keys: bytes) -> None:
+        """Free the slots of damaged or spoilt keys."""
+        if self._region is not None:
+            self._region.drop(keys)
+
+    def figures(self) -> RegionFigures:
+        """Count entries and bytes."""
+        return RegionFigures(0, 0, 0) if self._region is None else self._region.figures()
+
+    @staticmethod
+    def _nothing(keys: bytes) -> NDArray[np.bool_]:
+        return np.zeros(len(keys) // 16, np.bool_)

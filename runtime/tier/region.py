@@ -1,7 +1,7 @@
 """A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
 
 `head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
-set-associative, so nothing is rebuilt after a death. A key selects two sets with 16 ways each, and takes the way that
+set-associative, so nothing is rebuilt after a death. A key selects two sets with 32 ways each, and takes the way that
 was used longest ago. With one set a key, a long prefix would soon lose a block: sets fill unevenly.
 
 A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
@@ -59,7 +59,6 @@ class Region:
     def __init__(self, folder: Path, head: int, num_slots: int, slot_bytes: int, num_ranks: int) -> None:
         """Use `open` instead. `head` is the descriptor with the shared lock that shows the region's use."""
         self.folder, self.num_slots, self.slot_bytes, self.num_ranks = folder, num_slots, slot_bytes, num_ranks
-        self._head = head
         self._num_sets = num_slots // WAYS
         sets = np.memmap(folder / "slots", SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
         self._low, self._high, self._salt, self._used = sets["low"], sets["high"], sets["salt"], sets["used"]
@@ -70,6 +69,7 @@ class Region:
         self.files = [  # payload files
             os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
         ]
+        self._open_files = [head, *self.files]
         self._payloads = [
             np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
         ]
@@ -78,7 +78,7 @@ class Region:
 
     @classmethod
     def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
-        """Attach to the region in `folder`, or create it. Its slots are a multiple of 16; see `num_slots`.
+        """Attach to the region in `folder`, or create it. Its slots are a multiple of 32; see `num_slots`.
 
         A region of another size or layout, or a damaged one, is replaced unless a process uses it. If only the size
         differs and it is in use, it is attached as it is. Without `num_slots` the size is kept, and a new region takes
@@ -92,8 +92,8 @@ class Region:
 
     def close(self) -> None:
         """Leave the region. Arrays of `payload` remain valid."""
-        for file in (self._head, *self.files):
-            os.close(file)
+        while self._open_files:
+            os.close(self._open_files.pop())
 
     @staticmethod
     def wipe(folder: Path) -> None:

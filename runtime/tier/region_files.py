@@ -21,7 +21,7 @@ from runtime.base.errors import CallboardError
 _GIB = 2**30
 _FORMAT = "callboard kv tier 1"
 _ATTACH_S = 5.0  # most time for other processes to replace the region
-WAYS = 16
+WAYS = 32
 MAX_RANKS = 16
 SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, for quick look-ups
     [
@@ -36,7 +36,7 @@ SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, f
         ("has_pages", "<u4", WAYS),  # the file system has given all ranks' payloads their memory
     ]
 )
-_NAMES = ["head", "slots", "sums", "payload"]  # the files in the order of their deletion
+_NAMES = ["head", "acks", "slots", "sums", "payload"]  # the files in the order of their deletion
 
 
 def open_files(folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> tuple[int, int]:

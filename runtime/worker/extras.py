@@ -4,12 +4,13 @@
                                                      ExpertRecorder (experts of tokens)
     MaskSource      masks of the tokens to sample    GrammarState
     ImageEncoder    embeddings of images             RunnerImages
+    BlockCopier     blocks in a tier of host memory  CpuCopier, GpuCopier
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
     SleepMemory     memory given back in sleep       RunnerMemory
     WeightUpdates   new weights of a running model   RunnerUpdates
 
-`runtime/features` and `runtime/updates` implement them. `runtime/assembly/runner.py` hands them to `ModelRunner` as
-`RunnerExtras`.
+`runtime/features`, `runtime/updates` and `runtime/tier` implement them. `runtime/assembly/runner.py` hands them to
+`ModelRunner` as `RunnerExtras`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -121,6 +123,28 @@ class ImageEncoder(Protocol):
         """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none.
 
         `firsts` [num_rows] has the index of each row's first token in the forward pass."""
+
+
+class BlockCopier(Protocol):
+    """Copies blocks and states between a rank's cache and a tier of host memory, which outlives the process."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the tier."""
+
+    def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
+        """Allocate up to `staging_bytes` on a GPU for copies. `handles` has each rank's handle, and `barrier` waits for
+        all ranks."""
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin the plan's transfers. Stores read blocks as earlier plans leave them, and later plans may change them.
+
+        Called in the order of plans, before the plan's rows."""
+
+    def report(self, result: StepResult, wait: bool) -> None:
+        """Write the numbers of ended transfers into a result, each into one. With `wait`, wait briefly for the next."""
+
+    def reset(self) -> None:
+        """Wait for the transfers in flight, and forget them."""
 
 
 class TokenAutomata(Protocol):
@@ -275,6 +299,7 @@ class RunnerExtras:
     outputs: Sequence[Callable[[RunnerParts], StepExtra]] = ()
     masks: Callable[[RunnerParts], MaskSource] | None = None
     images: Callable[[RunnerParts], ImageEncoder | None] | None = None
+    tier: Callable[[RunnerParts], BlockCopier | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None

@@ -56,6 +56,6 @@ class StateCache:
         self.rows[target].copy_(self.rows[source])
 
     def runs(self, part: int, slot_words: int) -> BlockRuns:
-        """The memory of a part of each row, as long as a slot; the last part may be shorter. Row 0 begins at word 0."""
+        """All rows' memory for one part. A part fills a slot, and the last one may be shorter."""
         words, size = self.rows.view(torch.int64).view(-1), self.rows.shape[1] // 8
         return BlockRuns(words, 1, min(slot_words, size - part * slot_words), 0, size)

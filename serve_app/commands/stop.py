@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from serve_app.command_line.flags import port
@@ -14,7 +15,7 @@ def add_parser(commands: Any) -> None:
     what = "delete the KV tier, which outlives servers; no server needs to run for it"
     parser.add_argument("--forget", action="store_true", help=what)
     parser.add_argument("--kv-tier-name", metavar="NAME", help="as the server has it; default: callboard")
-    parser.add_argument("--kv-tier-folder", metavar="FOLDER", help="as the server has it")
+    parser.add_argument("--kv-tier-folder", metavar="FOLDER", help="as the server has it; default: none")
     parser.set_defaults(run=run)
 
 
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     elif not args.forget:
         raise CallboardError(f"No `callboard serve` of yours has port {args.port} of this machine; name another port.")
     if args.forget:
-        name, base = args.kv_tier_name or APP_NAME, base_folder(args.kv_tier_folder)
-        print(f"The KV tier {name!r} of {base} is deleted: {size_text(forget(base, name))} are free again.")
+        name, disk = args.kv_tier_name or APP_NAME, args.kv_tier_folder
+        for base in [base_folder(), *([Path(disk)] if disk else [])]:
+            print(f"The KV tier {name!r} of {base} is deleted: {size_text(forget(base, name))} are free again.")
     return 0

@@ -100,8 +100,8 @@ def _report_tiers(settings: ServerSettings, console: Console) -> None:
     """Print a line if KV blocks stay in memory for the next start."""
     from runtime.tier.place import base_folder, stored_regions
 
-    places = {(base_folder(m.config.kv_tier_folder), m.config.kv_tier_name or APP_NAME) for m in settings.models}
-    if num_bytes := sum(region.num_bytes for place in places for region in stored_regions(*place)):
+    names = {model.config.kv_tier_name or APP_NAME for model in settings.models}
+    if num_bytes := sum(region.num_bytes for name in names for region in stored_regions(base_folder(), name)):
         console.report(
             f"The KV tier keeps {num_bytes / (1 << 30):.2f} GiB for the next start; `callboard stop --forget` frees it."
         )

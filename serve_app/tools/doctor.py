@@ -136,7 +136,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield memory(_meminfo()["MemAvailable"])
     shared = os.statvfs("/dev/shm")
     yield shared_memory(shared.f_bavail * shared.f_frsize)
-    yield kv_tier("cuda" if nvidia_smi else "cpu", base_folder(None), _meminfo()["MemAvailable"])
+    yield kv_tier("cuda" if nvidia_smi else "cpu", base_folder(), _meminfo()["MemAvailable"])
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield haproxy()
     yield from model_caches()
@@ -259,8 +259,8 @@ def kv_tier(device: str, base: Path, available: int) -> Finding:
     stored = f"{len(regions)} stored, {sum(region.num_bytes for region in regions) / _GIB:.2f} GiB"
     text = f"{size / _GIB:.2f} GiB by default in {base}" if size else f"off by default: {base} has too little room"
     fix = (
-        "to keep KV blocks for the next start, give a container a larger --shm-size, such as 8g; or give "
-        "--kv-tier-folder a folder on a disk."
+        "to keep KV blocks for the next start, give a container a larger --shm-size, such as 8g; or set CALLBOARD_TIER "
+        "to another folder."
     )
     return _checked(size > 0, "KV tier", f"{text}; {stored}", fix, "warn")
 

@@ -25,15 +25,16 @@ with socket.socket(socket.AF_UNIX) as name:
 _PORT = 65_535  # a name alone, at which nothing listens
 
 
-def test_a_server_ends_and_its_tier_is_deleted(tmp_path: Path, capsys):
-    config = EngineConfig(kv_tier_memory=0.01, kv_tier_folder=str(tmp_path), kv_tier_name="callboard")
+def test_a_server_ends_and_its_tier_is_deleted(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))
+    config = EngineConfig(kv_tier_memory=0.01, kv_tier_name="callboard")
     region = open_region(config, "cpu", "layout", 4096, 1, 1 << 30)
     assert region is not None
     with subprocess.Popen([sys.executable, "-c", _SERVER % _PORT], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         found = server_at(_PORT)
         assert found.pid == process.pid
-        flags = ["--port", str(_PORT), "--forget", "--kv-tier-folder", str(tmp_path)]
+        flags = ["--port", str(_PORT), "--forget", "--kv-tier-folder", str(tmp_path / "disk")]
         assert cli.main(["stop", *flags]) == 0
         assert process.wait() == 3
     assert capsys.readouterr().out.startswith(f"The server on port {_PORT} has ended.\nThe KV tier 'callboard' of")

@@ -14,9 +14,14 @@ from runtime.tier.region import Region
 SLOT, GIB = 1 << 20, 1 << 30
 
 
-def opened(base: Path, name: str | None = "app", layout: str = "a", **settings) -> Region | None:
+@pytest.fixture(autouse=True)
+def _base(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))
+
+
+def opened(name: str | None = "app", layout: str = "a", **settings) -> Region | None:
     settings.setdefault("kv_tier_memory", 32 / 1024)
-    config = EngineConfig(kv_tier_folder=str(base), kv_tier_name=name, **settings)
+    config = EngineConfig(kv_tier_name=name, **settings)
     return place.open_region(config, "cpu", layout, SLOT, 1, 8 * GIB)
 
 
@@ -32,22 +37,22 @@ def fill(region: Region, count: int) -> None:
 
 @pytest.mark.parametrize("setting", [{"kv_tier_memory": 0}, {"prefix_cache": False}, {"name": None}])
 def test_no_tier_without_a_name_a_size_or_a_prefix_cache(tmp_path: Path, setting):
-    assert opened(tmp_path, **setting) is None
+    assert opened(**setting) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_engines_of_one_name_and_layout_share_a_region(tmp_path: Path):
-    regions = [opened(tmp_path), opened(tmp_path), opened(tmp_path, layout="b"), opened(tmp_path, name="a/../b")]
+    regions = [opened(), opened(), opened(layout="b"), opened(name="a/../b")]
     assert len({region.folder for region in regions}) == 3
     assert {region.folder.parent for region in regions} == {tmp_path}
 
 
 def test_a_default_size_keeps_a_region_as_it_is(tmp_path: Path):
-    first = opened(tmp_path)
+    first = opened()
     fill(first, 8)
     figures = first.figures()
     first.close()
-    again = opened(tmp_path, kv_tier_memory=None)
+    again = opened(kv_tier_memory=None)
     assert again.figures() == figures
     assert figures.entries > 0
 
@@ -63,20 +68,20 @@ def test_a_default_size_follows_memory_and_free_space(tmp_path: Path, monkeypatc
 
 def test_a_small_shared_memory_is_one_sentence(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr(place, "_free_bytes", lambda base: 64 << 20)  # a container's by default
-    assert opened(tmp_path, kv_tier_memory=None) is None
+    assert opened(kv_tier_memory=None) is None
     (sentence,) = caplog.messages
     assert "--shm-size" in sentence
     assert "0.06 GiB" in sentence
 
 
 def test_too_large_a_region_is_one_sentence(tmp_path: Path, caplog):
-    assert opened(tmp_path, kv_tier_memory=1e6) is None
+    assert opened(kv_tier_memory=1e6) is None
     (sentence,) = caplog.messages
     assert sentence.startswith("KV tier: off. ")
 
 
 def test_unused_regions_make_room_the_oldest_first(tmp_path: Path, monkeypatch):
-    regions = [opened(tmp_path, name=f"app{i}") for i in range(4)]
+    regions = [opened(name=f"app{i}") for i in range(4)]
     for i, region in enumerate(regions):
         fill(region, 24)
         os.utime(region.folder, (i, i))
@@ -85,14 +90,14 @@ def test_unused_regions_make_room_the_oldest_first(tmp_path: Path, monkeypatch):
     sizes = [each.num_bytes for each in place.stored_regions(tmp_path)]
     assert all(size > 12 * SLOT for size in sizes)
     monkeypatch.setattr(place, "default_bytes", lambda *_: sizes[2] + 1)
-    assert opened(tmp_path, name="new") is not None
+    assert opened(name="new") is not None
     names = [each.folder.name.rpartition("-")[0] for each in place.stored_regions(tmp_path)]
     assert names == ["app2", "app3", "new"], "one that is used stays, and as much of the others as a new one may take"
 
 
 def test_forget_wipes_one_name_alone(tmp_path: Path):
-    used, other = opened(tmp_path, "app"), opened(tmp_path, "app-0123456789abcdef")
-    closed = opened(tmp_path, "app", layout="b")
+    used, other = opened("app"), opened("app-0123456789abcdef")
+    closed = opened("app", layout="b")
     for region in (used, other, closed):
         fill(region, 8)
     closed.close()
@@ -104,7 +109,7 @@ def test_forget_wipes_one_name_alone(tmp_path: Path):
 
 
 def test_an_engine_attaches_on_the_same_machine_alone(tmp_path: Path):
-    region = opened(tmp_path)
+    region = opened()
     info = TierInfo(str(region.folder), "a", SLOT, region.num_slots, 1, host=place.host())
     fill(region, 8)
     assert place.attached(info).figures() == region.figures()

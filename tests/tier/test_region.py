@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.tier import region as module
 from runtime.tier.region import Region
+from runtime.tier.region_files import WAYS
 from tests.tier.regions import keys_of, one_by_one, payload_of, store, torn, write
 
 SLOT = 4096
@@ -47,8 +48,8 @@ def region(folder: Path) -> Region:
 
 @pytest.fixture
 def one_set(folder: Path, clock: Clock) -> Region:
-    """A region in which all keys share 16 ways."""
-    return Region.open(folder, "layout", 16, SLOT, 1)
+    """A region in which all keys share its ways."""
+    return Region.open(folder, "layout", WAYS, SLOT, 1)
 
 
 def found(region: Region, keys: bytes) -> list[bool]:
@@ -132,7 +133,7 @@ def test_a_flipped_bit_does_not_fit_the_sum(region):
 @given(st.data())
 def test_any_history_equals_a_dict(tmp_path_factory, data):
     """A region never finds what was not stored. It forgets only to make room, and has the bytes of the key."""
-    num_slots = data.draw(st.sampled_from([16, 64, 1024]))
+    num_slots = data.draw(st.sampled_from([32, 64, 1024]))
     region = Region.open(tmp_path_factory.mktemp("any") / "r", "layout", num_slots, 64, data.draw(st.integers(1, 3)))
     stored: set[bytes] = set()
     reserved: set[bytes] = set()
@@ -191,7 +192,7 @@ def test_a_prompt_of_6250_blocks_is_looked_up_at_once(folder, monkeypatch):
 
 
 def test_the_least_recently_used_entry_makes_room(one_set, clock):
-    for name in range(16):
+    for name in range(WAYS):
         clock.now += 1
         store(one_set, keys_of(name))
     clock.now += 1
@@ -201,34 +202,34 @@ def test_the_least_recently_used_entry_makes_room(one_set, clock):
 
 
 def test_a_prefix_loses_its_last_blocks_first(one_set, clock):
-    keys = keys_of(*range(16))
+    keys = keys_of(*range(WAYS))
     store(one_set, keys)
     one_set.touch(keys)
     store(one_set, keys_of("a", "b"))
-    assert found(one_set, keys) == [True] * 14 + [False] * 2
+    assert found(one_set, keys) == [True] * (WAYS - 2) + [False] * 2
 
 
 def test_an_expired_entry_makes_room_first(one_set, clock):
     store(one_set, keys_of("hinted"), expires=clock.now + 5)
     clock.now += 1
-    store(one_set, keys_of(*range(15)))
+    store(one_set, keys_of(*range(WAYS - 1)))
     clock.now += 10
     store(one_set, keys_of("new"))
-    assert found(one_set, keys_of("hinted", *range(15))) == [False] + [True] * 15
+    assert found(one_set, keys_of("hinted", *range(WAYS - 1))) == [False] + [True] * (WAYS - 1)
 
 
 def test_an_entry_with_a_hint_is_kept_the_longest(one_set, clock):
     store(one_set, keys_of("early"), expires=clock.now + 3600)
     store(one_set, keys_of("late"))
     one_set.touch(keys_of("late"), expires=clock.now + 3600)
-    for name in range(40):
+    for name in range(2 * WAYS):
         clock.now += 1
         store(one_set, keys_of(name))
-    assert found(one_set, keys_of("early", "late", 39, 0)) == [True, True, True, False]
+    assert found(one_set, keys_of("early", "late", 2 * WAYS - 1, 0)) == [True, True, True, False]
 
 
 def test_entries_being_written_are_never_given_away(one_set, clock):
-    assert one_set.reserve(keys_of(*range(16)), salt=0).all()
+    assert one_set.reserve(keys_of(*range(WAYS)), salt=0).all()
     clock.now += 1e6
     assert not one_set.reserve(keys_of("new"), salt=0).any()
     write(one_set, keys_of(3))
@@ -236,18 +237,18 @@ def test_entries_being_written_are_never_given_away(one_set, clock):
 
 
 def test_one_salt_takes_half_while_others_are_used(one_set, clock):
-    store(one_set, keys_of(*range(8)), salt=1)
+    store(one_set, keys_of(*range(WAYS // 2)), salt=1)
     for name in range(100):
         clock.now += 1
         store(one_set, keys_of("flood", name), salt=2)
-    assert all(found(one_set, keys_of(*range(8))))
+    assert all(found(one_set, keys_of(*range(WAYS // 2))))
 
 
 def test_one_salt_takes_all_if_others_are_idle(one_set, clock):
-    store(one_set, keys_of(*range(8)), salt=1)
+    store(one_set, keys_of(*range(WAYS // 2)), salt=1)
     clock.now += 601
-    store(one_set, keys_of(*range(100, 116)), salt=2)
-    assert all(found(one_set, keys_of(*range(100, 116))))
+    store(one_set, keys_of(*range(100, 100 + WAYS)), salt=2)
+    assert all(found(one_set, keys_of(*range(100, 100 + WAYS))))
 
 
 def in_child(act) -> int:
@@ -262,14 +263,14 @@ def in_child(act) -> int:
 
 
 def test_a_dead_writers_slots_are_free_again(one_set, clock):
-    in_child(lambda: one_set.reserve(keys_of(*range(16)), salt=0))
+    in_child(lambda: one_set.reserve(keys_of(*range(WAYS)), salt=0))
     assert not one_set.reserve(keys_of("new"), salt=0).any()  # the runners may be writing
     clock.now += 6
     assert one_set.reserve(keys_of("new", 3), salt=0).all()
 
 
 def test_a_process_of_the_same_id_is_not_the_owner(one_set, clock, monkeypatch):
-    in_child(lambda: one_set.reserve(keys_of(*range(16)), salt=0))
+    in_child(lambda: one_set.reserve(keys_of(*range(WAYS)), salt=0))
     clock.now += 6
     monkeypatch.setattr(module, "start_time", lambda pid: 1)  # lives, but has started at another time
     assert one_set.reserve(keys_of("new"), salt=0).all()

@@ -74,8 +74,8 @@ def test_a_read_only_folder_is_one_sentence(folder, monkeypatch):
 
 
 def test_a_region_has_at_least_one_set(folder):
-    with pytest.raises(CallboardError, match="has room for less than 16 blocks"):
-        Region.open(folder, "layout", 15, SLOT, 1)
+    with pytest.raises(CallboardError, match="has room for less than 32 blocks"):
+        Region.open(folder, "layout", 31, SLOT, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Copies between a cache's blocks and the slots of a tier.
 
-A block of a layer-major cache is many runs of memory. In a slot they lie end to end, so that one copy moves a slot to
+In a layer-major cache a block is many runs of memory. In a slot they lie end to end, so that one copy moves a slot to
 the host. All sizes count words of 8 bytes."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BLOCK = 2048  # words that a program copies
 
 
 class BlockRuns(NamedTuple):
-    """The runs of memory that a block, or a state's part, consists of. Runs have one length and one distance."""
+    """A block, or a state's part, as runs of memory. Runs have one length and one distance."""
 
     words: torch.Tensor  # [n] int64, the whole memory
     num_runs: int

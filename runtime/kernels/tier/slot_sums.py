@@ -14,13 +14,15 @@ _BLOCK = 2048  # words that a program adds up
 
 
 def slot_sums_torch(slots: torch.Tensor, size: int) -> torch.Tensor:
-    """The sums of the first `size` words of each slot [n] int64; `slots` is int64 [n, slot_words]."""
+    """Each slot's sum over its first `size` words [n] int64; `slots` is int64 [n, slot_words]."""
     return slots[:, :size] @ _weights(size)
 
 
 @lru_cache(4)
 def _weights(size: int) -> torch.Tensor:
-    return (torch.arange(size) * getattr(_STEP, "value", _STEP) + getattr(_START, "value", _START)) | 1
+    step, start = (getattr(word, "value", word) for word in (_STEP, _START))
+    weights: torch.Tensor = torch.arange(size) * step + start
+    return weights | 1
 
 
 @jit(do_not_specialize_on_alignment=["sums_ptr"])

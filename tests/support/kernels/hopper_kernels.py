@@ -343,6 +343,11 @@ def line_of(kernel: Any) -> dict[str, Any]:
     return line | resources(kernel.asm["cubin"]) | counts
 
 
+LAUNCHES = (
+    fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states, tier_copies,
+)  # fmt: skip
+
+
 def main() -> None:
     compiled_kernels.make_hashes_stable()
     seen, case, launch = dict[str, dict[str, Any]](), "", JITFunction.run
@@ -405,17 +410,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    launches = (
-        fp8_products,
-        integer_products,
-        mixtures,
-        adapters,
-        split_samplers,
-        ranks,
-        layers_with_states,
-        tier_copies,
-    )
-    for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
+    for case, run in itertools.chain.from_iterable(make() for make in LAUNCHES):  # noqa: B007
         run()
     if "--write" in sys.argv:
         compiled_kernels.write(seen.values())
