@@ -131,7 +131,7 @@ class EngineMetrics:
             total.count(name, by=value)
         for figures_of in core.extras.stats:
             for name, value in figures_of().items():
-                if (metric := f"callboard:{name}") in ENGINE_METRICS:
+                if (metric := f"callboard:kv_{name}") in ENGINE_METRICS:  # figures of the tier
                     total.count(metric, by=value)
         for position, value in enumerate(stats.accepted_by_position):
             total.count("vllm:spec_decode_num_accepted_tokens_per_pos", str(position), by=value)

@@ -67,7 +67,7 @@ ENGINE_METRICS = {  # counted by the engine
     "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),
     "callboard:images_encoded": _counter("Images that the encoder computed; others were in the pool or a cache."),
-    "callboard:kv_tier_bytes": _gauge("Bytes of KV blocks and states in the machine's tier, which engines share."),
+    "callboard:kv_tier_used_bytes": _gauge("Bytes of KV blocks and states in the machine's tier, which engines share."),
     "callboard:kv_tier_size_bytes": _gauge("Bytes that the tier may take; 0: the engine has none."),
     "callboard:kv_tier_hit_tokens": _counter("Prompt tokens that were loaded from the tier."),
     "callboard:kv_tier_loaded_bytes": _counter("Bytes that were loaded from the tier."),

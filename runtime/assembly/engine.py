@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from runtime.base.config import EngineConfig
@@ -24,6 +25,8 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram
+from runtime.tier.extra import Tier
+from runtime.tier.place import SharedRegion
 
 
 def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
@@ -54,12 +57,27 @@ def build_engine(
     executor: Executor,
     speculation: Speculation | None = None,
     pacing: StepPacing | None = None,
+    tier: Tier | None = None,
 ) -> EngineCore:
     """Return an engine with all extras.
 
-    Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold."""
-    timed: Sequence[Extra | None] = (speculation, pacing)
+    Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold. By
+    default the `tier` is the one that the runners have opened."""
+    timed: Sequence[Extra | None] = (speculation, pacing, tier or _tier_of(info, pacing))
     return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
+
+
+def _tier_of(info: ModelInfo, pacing: StepPacing | None) -> Tier | None:
+    if info.tier is None:
+        return None
+    return Tier(info, SharedRegion(info.tier), time.time, lambda: 0.0 if pacing is None else pacing.prefill_rate)
+
+
+def use_fresh_runners(core: EngineCore, executor: Executor, info: ModelInfo) -> None:
+    """Continue with runners behind `executor`, which have described themselves as `info`."""
+    if (tier := core.extras.get(Tier)) is not None and isinstance(tier.index, SharedRegion):
+        tier.index.attach(info.tier)
+    core.recover(executor)
 
 
 def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], float]) -> Speculation | None:

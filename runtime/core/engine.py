@@ -32,8 +32,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if a request is live or a step is in flight."""
-        return bool(self.scheduler.requests) or self.scheduler.num_in_flight > 0
+        """True if a request is live, a step is in flight, or an extra needs a step."""
+        return bool(self.scheduler.requests) or self.scheduler.num_in_flight > 0 or self.extras.needs_plan()
 
     def add(self, request: Request, owner: Any = None) -> RequestState:
         """Queue a request; `owner` is carried in its state. Raises CallboardError if it can never be served."""
@@ -64,7 +64,8 @@ class EngineCore:
     def collect(self) -> StepOutput | None:
         """Wait for the oldest step in flight and commit it; None if there is none."""
         if not self.scheduler.num_in_flight:
-            self.extras.on_idle()
+            for on_idle in self.extras.on_idle:
+                on_idle()
             return None
         return self.scheduler.commit(self.executor.collect())
 

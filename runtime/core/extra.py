@@ -19,7 +19,7 @@ from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.stats import EngineStats
 from runtime.core.step import ReportedRow, Step
 
@@ -79,6 +79,10 @@ class Extra:
         """Return the request that must run without any other now."""
         return None
 
+    def needs_plan(self) -> bool:
+        """Return True if the next step must be planned although it has no rows, because of transfers."""
+        return False
+
     def begin_step(self, running: Sequence[RequestState]) -> bool:
         """A step is about to be planned. Return True to plan nothing now, because draft tokens are on their way."""
         return False
@@ -105,6 +109,12 @@ class Extra:
     def may_admit(self, state: RequestState, room: int, running: Sequence[RequestState]) -> bool:
         """Return True if a waiting request, which can hold at most `room` blocks, may join the running ones."""
         return True
+
+    def next_status(self, state: RequestState, hits: list[list[int]], num_slots: int) -> RequestStatus:
+        """Return RUNNING to admit a waiting request, which fits and has the cached blocks `hits`.
+
+        LOADING: it waits for more blocks, and is held. WAITING: all must wait, as `num_slots` free slots are taken."""
+        return RequestStatus.RUNNING
 
     def row_tokens(self, state: RequestState, count: int, step: Step, running: Sequence[RequestState]) -> int:
         """Return how many of a prompt's next `count` tokens the request's row in `step` may compute.
@@ -174,14 +184,15 @@ class Extras:
         self.on_result, self.on_verified = self._every(core.on_result), self._every(core.on_verified)
         self.on_finish = self._every(core.on_finish)
         self.readers = {extra.reads: extra.on_report for extra in self._all if extra.reads is not None}
+        self._held, self._needs_plan = self._every(core.held), self._every(core.needs_plan)
         # Questions: the first extra that overrides the hook answers.
         self.eviction_order, self.run_alone = self._first(core.eviction_order), self._first(core.run_alone)
-        self.begin_step, self.on_idle = self._first(core.begin_step), self._first(core.on_idle)
+        self.begin_step, self.on_idle = self._first(core.begin_step), self._every(core.on_idle)
         self.planning_delay_s = self._first(core.planning_delay_s)
         self.max_prompt_tokens = self._first(core.max_prompt_tokens)
-        self.may_open_slots, self.held = self._first(core.may_open_slots), self._first(core.held)
-        self.may_admit, self.without_sample = self._first(core.may_admit), self._first(core.without_sample)
-        self.row_tokens = self._first(core.row_tokens)
+        self.may_open_slots, self.may_admit = self._first(core.may_open_slots), self._first(core.may_admit)
+        self.next_status, self.row_tokens = self._first(core.next_status), self._first(core.row_tokens)
+        self.without_sample = self._first(core.without_sample)
         self.drafter = next((extra for extra in self._all if type(extra).drafts is not Extra.drafts), None)
 
     def __getitem__(self, kind: type[_T]) -> _T:
@@ -193,6 +204,14 @@ class Extras:
     def get(self, kind: type[_T]) -> _T | None:
         """Return the extra of this class, or None."""
         return next((extra for extra in self._all if isinstance(extra, kind)), None)
+
+    def held(self) -> Set[RequestState]:
+        """Return the waiting requests that any extra holds."""
+        return frozenset[RequestState]().union(*(held() for held in self._held))
+
+    def needs_plan(self) -> bool:
+        """Return True if an extra needs a plan, even one without rows."""
+        return any(needs_plan() for needs_plan in self._needs_plan)
 
     def check_served(self, request: Request) -> None:
         """Raises CallboardError if a request sets an optional field that no extra serves."""

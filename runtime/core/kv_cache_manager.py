@@ -5,7 +5,7 @@ The next plan sends the tables' changes to the runners."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -45,19 +45,21 @@ class KVCacheManager:
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
         self._fingerprint, self.block_size = info.fingerprint, info.block_size
-        self._groups = info.kv_cache.groups if info.kv_cache is not None else _ONE_GROUP
-        self._num_groups = len(self._groups)
-        self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
+        self.groups = info.kv_cache.groups if info.kv_cache is not None else _ONE_GROUP
+        self._num_groups = len(self.groups)
+        self._windows = [(i, group) for i, group in enumerate(self.groups) if group.window is not None]
         self._max_chunk = max_chunk = max(max_chunk, 3)  # two steps in flight, and the last known token again
 
         self._caps = [group.most_blocks(1 << 40, self.block_size, max_chunk) for _, group in self._windows]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache
-        self.caches = [PrefixCache() for _ in self._groups]
+        self.caches = [PrefixCache() for _ in self.groups]
         self.cache = self.caches[0]  # what the fronts follow
         self._group_of = [0] * info.num_kv_blocks  # KV group of each cached block
         self._branches: dict[RequestState, int] = {}  # blocks before which another prompt has branched off
         self.pool = BlockPool(info.num_kv_blocks, self.on_evict, order)
+        self.lent = Counter[int]()  # blocks that transfers hold (runtime/tier), and how often
+        self.on_cached: Callable[[RequestState], None] | None = None  # called when blocks of a request are cached
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
@@ -65,6 +67,7 @@ class KVCacheManager:
         for cache in self.caches:
             cache.reset()
         self._branches.clear()
+        self.lent.clear()
         self.pool.reset()
         self._writes = _TableWrites([], [], [])
 
@@ -118,7 +121,7 @@ class KVCacheManager:
 
     def max_tokens(self) -> int:
         """Return the tokens of the longest request that fits the pool."""
-        return KVCacheSpec(self._groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
+        return KVCacheSpec(self.groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
 
     @property
     def num_free_tokens(self) -> int:
@@ -214,18 +217,18 @@ class KVCacheManager:
         """Return tables of cached blocks for a request's known prefix, without its last token, which must be
         computed."""
         if not self._shares or not state.reads_cache:
-            return [[] for _ in self._groups]
-        hashes = self._prefix_hashes(state)
-        return match_tables(self.caches, self._groups, hashes, self.block_size)
+            return [[] for _ in self.groups]
+        return match_tables(self.caches, self.groups, self.prefix_hashes(state), self.block_size)
 
     def _num_cached_without_windows(self, state: RequestState) -> int:
         """Return the blocks of the prefix that would be a hit without windows; 0 if all groups have one."""
         if len(self._windows) == self._num_groups or not self._shares or not state.reads_cache:
             return 0
-        number = next(i for i, group in enumerate(self._groups) if group.window is None)
-        return len(self.caches[number].match_prefix(self._prefix_hashes(state)))
+        number = next(i for i, group in enumerate(self.groups) if group.window is None)
+        return len(self.caches[number].match_prefix(self.prefix_hashes(state)))
 
-    def _prefix_hashes(self, state: RequestState) -> list[bytes]:
+    def prefix_hashes(self, state: RequestState) -> list[bytes]:
+        """Return the hashes of the blocks that may be a hit: full ones before the last known token."""
         num_full = (len(state.tokens) - 1) // self.block_size
         return self._hash_blocks(state, num_full)[:num_full]
 
@@ -245,14 +248,18 @@ class KVCacheManager:
             while begin < num_full and table[begin] == NULL_BLOCK:  # freed below a window
                 begin += 1
             if begin < num_full:
-                self._cache_blocks(state, number, begin, block_hashes[begin:num_full], move)
+                for at in self.cache_blocks(number, table, begin, block_hashes[begin:num_full]):
+                    if move:
+                        self._write(state, number * self._table_len + at, [table[at]])
         state.next_block_end = (num_full + 1) * size
+        if self.on_cached is not None:
+            self.on_cached(state)
 
-    def _cache_blocks(
-        self, state: RequestState, number: int, first: int, block_hashes: list[bytes], move: bool
-    ) -> None:
-        """Put one group's blocks, from index `first` in its table on, into the cache."""
-        table = state.tables[number]
+    def cache_blocks(self, number: int, table: list[int], first: int, block_hashes: list[bytes]) -> list[int]:
+        """Put one group's held blocks, from index `first` in a table on, into the cache.
+
+        Returns the indices at which the table moves to another block, which was cached first."""
+        moved = []
         blocks = table[first : first + len(block_hashes)]
         cached = self.caches[number].insert(block_hashes, blocks)
         parents = [table[first - 1] if first else NULL_BLOCK, *cached[:-1]]
@@ -264,12 +271,12 @@ class KVCacheManager:
                     self.pool.acquire([block])
                     self.pool.release([table[at]])
                     table[at] = block
-                    if move:
-                        self._write(state, number * self._table_len + at, [block])
+                    moved.append(at)
         self.pool.mark_cached(new)
         if self._num_groups > 1:
             for block, _, _ in new:
                 self._group_of[block] = number
+        return moved
 
     def num_cacheable(self, state: RequestState) -> int:
         """Return how many leading tokens of a request have keys and values that any request may use."""
@@ -288,6 +295,7 @@ class KVCacheManager:
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """Return one sentence for each block in a wrong place, and for each request without enough blocks."""
         held = Counter(block for state in running for table in state.tables for block in _held(table))
+        held.update(self.lent)
         faults = self.pool.find_faults(held)
         for cache in self.caches:
             faults += cache.find_faults(self.pool.is_cached)

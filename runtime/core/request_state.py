@@ -22,6 +22,7 @@ class RequestStatus(Enum):
 
     WAITING = auto()  # waits for a slot
     RUNNING = auto()  # has a slot
+    LOADING = auto()  # waits, until blocks of its prefix have been copied into the cache: it holds none itself
     VERIFYING = auto()  # has a slot and draft tokens in flight: its next row depends on how many are accepted
     ENDED = auto()
 

@@ -201,7 +201,7 @@ class Scheduler:
         step = Step(self._step_id + 1, self.kv_cache, self.budget)
         self._schedule_running(step, alone)
         self._admit_waiting(step, alone)
-        if not step.rows:
+        if not step.rows and not self.extras.needs_plan():
             return None
         if max_steps > 1 and step.may_repeat:
             self._repeat(step, max_steps)
@@ -244,7 +244,7 @@ class Scheduler:
             step.add_row(state, 1, () if drafting is None else self._draft(drafting, state, step.budget))
 
     def _add_prompt_row(self, state: RequestState, step: Step) -> None:
-        count = self._row_tokens(state, step)
+        count = self._row_tokens(state, step) if state.slot is not None else 0  # without a slot it loads blocks first
         is_whole = count == state.num_total - state.num_computed or self._chunked
         if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
             step.add_row(state, count)
@@ -268,15 +268,14 @@ class Scheduler:
         if not len(self.waiting) or (alone is not None and (self.running or self._in_flight)):
             return  # a further loss must be caused by `alone` itself
         self._limit_prompts(step)
-        held = self.extras.held()
         while self.extras.may_open_slots(step, self.running):
-            state = self.waiting.first(held) if alone is None else alone
+            state = self.waiting.first(self.extras.held()) if alone is None else alone
             if state is None or state.status is not RequestStatus.WAITING or not self._admit(state, step):
                 break
             self._add_prompt_row(state, step)
 
     def _admit(self, state: RequestState, step: Step) -> bool:
-        """Give a waiting request a slot, with its cached prefix as blocks. Return False if it does not fit."""
+        """Give a waiting request a slot, with its cached prefix, or load more of it first. False: it does not fit."""
         if not len(self.slots) or not step.has_room_for(state):
             return False
         hits = self.kv_cache.match_prefix(state)
@@ -286,6 +285,9 @@ class Scheduler:
         room, num_blocks = self.kv_cache.room_with(hits), self.kv_cache.most_blocks_for(len(state.tokens))
         if not self.extras.may_admit(state, room, self.running) or num_blocks > room:
             return False
+        if (status := self.extras.next_status(state, hits, len(self.slots))) is not RequestStatus.RUNNING:
+            state.status = status
+            return status is RequestStatus.LOADING
         self._dequeue(state)
         state.slot, state.status = self.slots.acquire(), RequestStatus.RUNNING
         self.running.append(state)

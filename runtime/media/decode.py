@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import resource
 from typing import Any
@@ -47,7 +48,9 @@ def decode_within_limits(*args: Any) -> PreparedImage:
     return decode(*args)
 
 
-def decode(data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_tokens: int) -> PreparedImage:
+def decode(
+    data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_tokens: int, may_shrink: bool = True
+) -> PreparedImage:
     """Return the pixels of an encoded picture. Raises ImageFault."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -63,6 +66,9 @@ def decode(data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_to
     except Exception as e:  # decoders raise errors of many kinds for broken files
         raise ImageFault(f"cannot be decoded: {str(e)[:200].rstrip('.') or type(e).__name__}") from None
     plan = rule.resize.plan((picture.height, picture.width), detail, max_tokens)
+    if not may_shrink and (seen := plan.reduced((picture.height, picture.width), rule.unit)) is not None:
+        sees = f"the model sees {seen[1]} x {seen[0]} (oversized_image)"
+        raise TooManyPixels(f"has {picture.width} x {picture.height} pixels, but {sees}", max(seen))
     num_tokens = rule.num_embeddings(plan.parts)
     if num_tokens > max_tokens:
         raise ImageFault(
@@ -78,7 +84,9 @@ def _check(picture: Image.Image, max_pixels: int) -> None:
     """Refuse a picture by its header."""
     width, height = picture.size
     if width * height > max_pixels:
-        raise TooManyPixels(f"has {width} x {height} pixels, more than the limit of {max_pixels:,}")
+        raise TooManyPixels(
+            f"has {width} x {height} pixels, more than the limit of {max_pixels:,}", math.isqrt(max_pixels)
+        )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageFault(f"has {width} x {height} pixels; one side may have at most {MAX_RATIO} times the other's")
     if picture.format != "MPO" and getattr(picture, "is_animated", False):  # cameras store previews in an MPO file

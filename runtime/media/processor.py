@@ -68,8 +68,9 @@ class ImageProcessor:
             raise ImageFault(f"has {len(data):,} bytes, more than the limit of {limits.max_image_bytes:,}")
         try:
             return _CHILDREN.run(
-                _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
-            )
+                _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens,
+                source.may_shrink,
+            )  # fmt: skip
         except Overrun as e:
             raise ImageFault(f"cannot be decoded: it {e}") from None
 

@@ -31,6 +31,7 @@ class ImageSource:
     data: bytes = b""
     url: str = ""
     detail: Detail = "auto"
+    may_shrink: bool = True  # False refuses a picture that is larger than the model sees
 
 
 class ImageFault(CallboardError):
@@ -38,4 +39,12 @@ class ImageFault(CallboardError):
 
 
 class TooManyPixels(ImageFault):
-    """A picture is larger than `max_image_pixels`."""
+    """A picture is larger than `max_image_pixels`, or than the model sees."""
+
+    def __init__(self, problem: str, max_side: int) -> None:
+        """`max_side` is a width and height with which the picture is accepted."""
+        super().__init__(problem, max_side)  # pickle needs both
+        self.max_side = max_side
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -90,6 +90,9 @@ class StepPacing(Extra):
 
     def on_result(self, step: Step, result: StepResult) -> None:
         planned_at = self._planned_at.pop(step.step_id)
+        if not step.rows:  # transfers alone
+            self._result_at = self._clock()
+            return
         self.observe_step(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
 
     def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
@@ -104,6 +107,8 @@ class StepPacing(Extra):
 
     def planning_delay_s(self, step: Step) -> float:
         planned_at = self._planned_at[step.step_id]
+        if not step.rows:
+            return 0.0
         return self.delay_s(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
 
     @property

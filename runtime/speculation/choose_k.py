@@ -123,7 +123,7 @@ class DecodeShape(NamedTuple):
     @classmethod
     def of(cls, step: Step) -> DecodeShape | None:
         """Return the size of a step; None if it computes prompts, too."""
-        if step.num_sampled != step.num_tokens or step.new:
+        if step.num_sampled != step.num_tokens or step.new or not step.rows:
             return None
         return cls(len(step.rows), step.num_tokens, max(len(drafts) for _, _, drafts in step.sampled_rows))
 

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.base.config import EngineConfig
 from runtime.base.errors import CallboardError
 from runtime.base.model_info import TierInfo
-from runtime.tier.region import Region
+from runtime.tier.region import Region, RegionFigures
 
 logger = logging.getLogger(__name__)
 
@@ -169,3 +172,43 @@ def _is_used(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+class SharedRegion:
+    """A region as an engine uses it. Without one, or after it is gone, all is a miss and nothing is stored."""
+
+    def __init__(self, info: TierInfo | None) -> None:
+        self._region: Region | None = None
+        self.attach(info)
+
+    def attach(self, info: TierInfo | None) -> None:
+        """Use the region of fresh runners, which may be a new one."""
+        before, self._region = self._region, None if info is None else attached(info)
+        if before is not None:
+            before.close()
+
+    def find(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return which keys are READY [n]."""
+        return self._nothing(keys) if self._region is None else self._region.find(keys)
+
+    def touch(self, keys: bytes, expires: float = 0) -> None:
+        """Set the last use of READY keys to now, and with `expires` the time until which they are kept if possible."""
+        if self._region is not None:
+            self._region.touch(keys, expires)
+
+    def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
+        """Give keys a slot to be written; return which ones have got it [n]."""
+        return self._nothing(keys) if self._region is None else self._region.reserve(keys, salt, expires)
+
+    def drop(self, keys: bytes) -> None:
+        """Free the slots of damaged or spoilt keys."""
+        if self._region is not None:
+            self._region.drop(keys)
+
+    def figures(self) -> RegionFigures:
+        """Count entries and bytes."""
+        return RegionFigures(0, 0, 0) if self._region is None else self._region.figures()
+
+    @staticmethod
+    def _nothing(keys: bytes) -> NDArray[np.bool_]:
+        return np.zeros(len(keys) // 16, np.bool_)

@@ -76,7 +76,7 @@ def test_images_reach_every_rank_before_their_plan(monkeypatch, host, num_ranks)
 
 
 def test_an_image_costs_the_step_thread_a_few_copies():
-    """The step thread hands pixels over: one copy of its own, and one of the kernel."""
+    """The step thread hands pixels over: it copies them once, and the kernel does."""
     image, times = image_of(0, 12 << 20), []
     with Group(1) as group:
         for number in range(8):

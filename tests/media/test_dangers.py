@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pickle
 import resource
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from runtime.media import processor as processor_module
 from runtime.media.decode import decode
 from runtime.media.expand import PreparedImage
 from runtime.media.processor import ImageProcessor
-from runtime.media.source import ImageFault, ImageLimits, ImageSource
+from runtime.media.source import ImageFault, ImageLimits, ImageSource, TooManyPixels
 from tests.media.support import Letters, encoded, picture, rule
 
 QWEN = rule("qwen3_5", {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}, image_token_id=7)
@@ -196,6 +197,16 @@ def test_a_limit_on_tokens_scales_down_or_refuses(detail: str):
         assert decode(data, QWEN, "original", 1_000_000, 600).num_embeddings == 600
     else:
         assert 80 < decode(data, QWEN, "auto", 1_000_000, 100).num_embeddings <= 100
+
+
+def test_a_picture_may_be_refused_rather_than_reduced():
+    data = encoded(picture((640, 960)))
+    assert decode(data, QWEN, "auto", 1_000_000, 600, may_shrink=False).num_embeddings == 600
+    with pytest.raises(
+        TooManyPixels, match=r"has 960 x 640 pixels, but the model sees 384 x 256 \(oversized"
+    ) as caught:
+        decode(data, QWEN, "auto", 1_000_000, 100, may_shrink=False)
+    assert pickle.loads(pickle.dumps(caught.value)).max_side == caught.value.max_side == 384
 
 
 # --- in the child

@@ -5,7 +5,10 @@ What was computed again is counted, never timed."""
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from runtime.llm import LLM
 from runtime.tier.place import base_folder, forget
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.fault_cells import deployed
+from tests.support.processes.serve_command import STOP_S, Server
 from tests.support.processes.tiers import (
     BLOCK,
     PROMPT_LEN,
@@ -27,6 +31,7 @@ from tests.support.processes.tiers import (
     flip_bits,
     num_entries,
     prompt_of,
+    regions_of,
     tier_figures,
 )
 
@@ -132,3 +137,52 @@ async def test_a_deleted_region_is_made_anew(tiered: Tiered):
         tiered.kill("runner")
         await tiered.until_whole()
         await tiered.check(client, WHOLE - BLOCK)
+
+
+def client_of(server: Server) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=300)
+
+
+async def test_a_new_start_finds_what_a_killed_server_stored(start, tiny_path: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path / "tier"))  # as `start` has it
+    words = [str(tiny_path), "--served-model-name", "tiny", "--deterministic", "--kv-tier-memory", "0.05"]
+    first = start(words=words)
+    first.wait_for("curl -N")
+    async with client_of(first) as client:
+        expected, cached = await answered(client, 0, NUM_TOKENS)
+        assert cached == 0
+    await eventually(lambda: num_entries("callboard") >= PROMPT_LEN // BLOCK)
+    for pid in list(first.pids()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert any("KV tier: 0.05 GiB" in line for line in first.output())
+
+    second = start(words=words)
+    second.wait_for("curl -N")
+    async with client_of(second) as client:
+        assert await answered(client, 0, NUM_TOKENS) == (expected, WHOLE)
+    command = [sys.executable, "-m", "serve_app.cli", "stop", "--port", str(second.port), "--forget"]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "has ended" in stopped.stdout
+    assert second.process.wait(STOP_S) == 0
+    assert any("callboard stop --forget" in line for line in second.output())
+    assert regions_of("callboard") == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small memory")
+async def test_a_small_memory_is_one_sentence_and_no_tier(start, tiny_path: Path, tmp_path: Path):
+    """As in a container with 64 MB in /dev/shm."""
+    place = tmp_path / "tier"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], check=True)
+    try:
+        server = start(words=[str(tiny_path), "--served-model-name", "tiny", "--kv-tier-name", "small"])
+        server.wait_for("curl -N")
+        (line,) = [line for line in server.output() if "KV tier" in line]
+        assert "KV tier: off" in line
+        assert "--shm-size" in line
+        async with client_of(server) as client:
+            assert len((await answered(client, 0, NUM_TOKENS))[0]) == NUM_TOKENS
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

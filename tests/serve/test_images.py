@@ -270,6 +270,20 @@ async def test_large_pictures_are_listed_as_anthropic_does():
     assert details == {"error_code": "image_dimensions_too_large", "max_side_length_pixels": 2, "paths": paths}
 
 
+async def test_an_oversized_image_is_an_error_if_asked():
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app_with_images(engine_with_images())))
+    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=http)
+    whole, downsized, odd = ({"transformations": {"oversized_image": way}} for way in ("error", "downsize", "crop"))
+    await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK, BLOCK | downsized)])
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.1 is large\.") as caught:
+        await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK, BLOCK | whole)])
+    details = caught.value.body["error"]["details"]
+    paths = ["messages.0.content.1"]
+    assert details == {"error_code": "image_dimensions_too_large", "max_side_length_pixels": 7, "paths": paths}
+    with pytest.raises(anthropic.BadRequestError, match='oversized_image is "crop"; it should be downsize or error'):
+        await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK | odd)])
+
+
 async def test_bodies_may_be_longer_with_images():
     assert HttpSettings().longest_body(takes_images=False) == 8 << 20
     async with client_with_images(engine_with_images()) as client:

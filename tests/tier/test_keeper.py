@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.tier import keeper as module
+from runtime.base.model_info import TierInfo
 from runtime.tier import region as region_module
-from runtime.tier.keeper import Disk, load, save
+from runtime.tier.disk import keeper as module
+from runtime.tier.disk.keeper import Disk, load, save
 from runtime.tier.region import Region, start_time
 from tests.tier.regions import keys_of, payload_of, store, torn
 
@@ -27,6 +28,10 @@ def open_ram(folder: Path) -> Region:
 
 def open_disk(folder: Path) -> Region:
     return Region.open(folder / "disk" / "app-1", LAYOUT, 4 * SLOTS, SLOT, RANKS)
+
+
+def tier_info(ram: Region) -> TierInfo:
+    return TierInfo(str(ram.folder), LAYOUT, SLOT, SLOTS, RANKS)
 
 
 @pytest.fixture
@@ -132,7 +137,7 @@ def test_a_file_size_limit_costs_only_hits(tmp_path, ram, disk):
     code = f"""
 import os, resource
 from pathlib import Path
-from runtime.tier.keeper import save
+from runtime.tier.disk.keeper import save
 from tests.tier.regions import keys_of
 from tests.tier.test_keeper import open_disk, open_ram
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * {SLOT}, 4 * {SLOT}))
@@ -219,7 +224,7 @@ def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def engine_disk(tmp_path: Path, ram: Region, disk: Region, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     monkeypatch.setattr(module, "_RESTART_S", 0.01)
-    yield (found := Disk(ram, tmp_path / "disk", LAYOUT, write_rate=1e12))
+    yield (found := Disk(tier_info(ram), tmp_path / "disk", write_rate=1e12))
     found.close()
 
 
@@ -233,7 +238,7 @@ def test_a_keeper_fills_the_disk_and_a_new_region(tmp_path, ram, engine_disk):
 
     ram = open_ram(tmp_path)
     assert not ram.find(keys).any()
-    again = Disk(ram, tmp_path / "disk", LAYOUT)
+    again = Disk(tier_info(ram), tmp_path / "disk")
     assert again.find(keys).all()
     until(lambda: (number := again.request(keys + keys_of("unknown"), 0)) and number)
     until(lambda: again.has_ended(again._last))
@@ -280,9 +285,9 @@ def test_a_keeper_ends_with_its_engine_and_another_goes_on(tmp_path, ram, disk):
     code = f"""
 import time
 from pathlib import Path
-from runtime.tier.keeper import Disk
-from tests.tier.test_keeper import LAYOUT, open_ram
-disk = Disk(open_ram(Path({str(tmp_path)!r})), Path({str(tmp_path / "disk")!r}), LAYOUT, 1e12)
+from runtime.tier.disk.keeper import Disk
+from tests.tier.test_keeper import open_ram, tier_info
+disk = Disk(tier_info(open_ram(Path({str(tmp_path)!r}))), Path({str(tmp_path / "disk")!r}), 1e12)
 while disk._socket is None:
     time.sleep(0.01)
 print(disk._process.pid, flush=True)
@@ -312,7 +317,7 @@ def test_killed_keepers_leave_no_wrong_entry(tmp_path, ram, disk, monkeypatch):
     """Keepers are killed while they copy in both directions."""
     monkeypatch.setattr(region_module, "_GRACE_S", 0.0)
     monkeypatch.setattr(module, "_RESTART_S", 0.0)
-    engine = Disk(ram, tmp_path / "disk", LAYOUT, write_rate=1e12)
+    engine = Disk(tier_info(ram), tmp_path / "disk", write_rate=1e12)
     for round in range(20):
         keys = keys_of(*(f"{round} {i}" for i in range(60)))
         store(ram, keys)

@@ -48,6 +48,11 @@ class SnapshotPool:
         found = self._by_block
         return next((found[block] for block in reversed(blocks) if block in found), None)
 
+    def row_at(self, block: int) -> int | None:
+        """Return the row of the snapshot at this block, or None."""
+        snapshot = self._by_block.get(block)
+        return None if snapshot is None else snapshot.row
+
     def acquire(self, restored: Snapshot | None = None) -> int:
         """Return a row for a request that continues at the snapshot `restored`.
 

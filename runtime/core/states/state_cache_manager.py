@@ -57,6 +57,7 @@ class StateCacheManager(KVCacheManager):
         self._max_num_seqs = max_num_seqs
         self._records: dict[RequestState, _Record] = {}
         self._pending: list[tuple[RequestState, Snapshot]] = []  # snapshots in the step that is being planned
+        self._loading: list[Snapshot] = []  # snapshots that transfers write
         super().__init__(info, prefix_cache, max_chunk, order)
         self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
 
@@ -73,6 +74,7 @@ class StateCacheManager(KVCacheManager):
         self.snapshots.reset()
         self._records.clear()
         self._pending.clear()
+        self._loading.clear()
 
     def on_evict(self, blocks: list[int]) -> None:
         self.snapshots.drop(blocks)
@@ -95,8 +97,29 @@ class StateCacheManager(KVCacheManager):
         return [[] if snapshot is None else blocks[: snapshot.position // self.block_size]]
 
     def _matched(self, state: RequestState) -> list[int]:
-        """The cached blocks of the prompt. Its output has other bits than the same tokens in a prompt."""
-        return super().match_prefix(state)[0][: (state.prompt_len - 1) // self.block_size]
+        return super().match_prefix(state)[0]
+
+    def prefix_hashes(self, state: RequestState) -> list[bytes]:
+        """Only blocks of the prompt may be a hit. Its output has other bits than the same tokens in a prompt."""
+        return super().prefix_hashes(state)[: (state.prompt_len - 1) // self.block_size]
+
+    def begin_load(self, position: int, parents: list[int]) -> Snapshot | None:
+        """Return a snapshot for a transfer to write. It comes after those of the cached blocks `parents`.
+
+        None if it is not worth its row."""
+        parent, reserved = self.snapshots.longest(parents), self._max_num_seqs - len(self._records)
+        if (snapshot := self.snapshots.take(position, parent, reserved)) is not None:
+            self._loading.append(snapshot)
+        return snapshot
+
+    def end_load(self, snapshot: Snapshot, block: int | None) -> None:
+        """A transfer has ended. The snapshot is found at the cached `block` from now on; None: it is dropped."""
+        self._loading.remove(snapshot)
+        if block is None or block in self.snapshots:
+            self.snapshots.release(snapshot.row)
+        else:
+            snapshot.block = block
+            self.snapshots.publish(snapshot)
 
     def open(self, state: RequestState, hits: list[list[int]]) -> None:
         branch = len(self._matched(state)) * self.block_size // self._chunk * self._chunk
@@ -156,4 +179,5 @@ class StateCacheManager(KVCacheManager):
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         faults = super().find_faults(running)
         held = [record.row for record in self._records.values()]
-        return faults + self.snapshots.find_faults(held, (each.row for _, each in self._pending))
+        pending = [*self._loading, *(snapshot for _, snapshot in self._pending)]
+        return faults + self.snapshots.find_faults(held, (each.row for each in pending))

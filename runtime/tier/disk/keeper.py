@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import start
+from runtime.base.model_info import TierInfo
 from runtime.tier.region import Region
 from runtime.tier.region_files import descriptor
 from runtime.tier.sums import payload_sums
@@ -46,29 +47,21 @@ logger = logging.getLogger(__name__)
 class Disk:
     """The engine's side: look-ups in the disk region, and requests to its keeper. One thread uses it."""
 
-    def __init__(self, ram: Region, base: Path, layout: str, write_rate: float = WRITE_RATE) -> None:
-        """Open or create a region in the folder `base`, and start a keeper in the background.
+    def __init__(self, ram: TierInfo, base: Path, write_rate: float = WRITE_RATE) -> None:
+        """Open or create a region like `ram` in the folder `base`, and start a keeper in the background.
 
         Raises:
             CallboardError: The folder cannot be used."""
-        self._region = Region.open(base / ram.folder.name, layout, None, ram.slot_bytes, ram.num_ranks)
+        self._region = Region.open(base / Path(ram.folder).name, ram.layout, None, ram.slot_bytes, ram.num_ranks)
         self._region.figures()  # reads the index
         self._arguments = json.dumps(
-            [
-                str(ram.folder),
-                str(self._region.folder),
-                layout,
-                ram.num_slots,
-                ram.slot_bytes,
-                ram.num_ranks,
-                write_rate,
-            ]
+            [ram.folder, str(self._region.folder), ram.layout, ram.num_slots, ram.slot_bytes, ram.num_ranks, write_rate]
         )
         self._socket: socket.socket | None = None  # None before the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._last = self._ended = 0  # the last request, and the last one that has ended
         self._closing = threading.Event()
-        threading.Thread(target=self._keep_alive, daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="tier-keeper", daemon=True).start()
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys are READY on disk [n]."""
@@ -94,18 +87,22 @@ class Disk:
         return number <= self._ended
 
     def close(self) -> None:
-        """End the keeper, and leave the region."""
+        """End the keeper, and leave the disk region."""
         self._closing.set()
+        self.restart()
+        self._region.close()
+
+    def restart(self) -> None:
+        """Replace the keeper, which then finds another region at RAM's place."""
         if self._process is not None:
             self._process.kill()
-        self._region.close()
 
     def _keep_alive(self) -> None:
         while not self._closing.is_set():
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             with theirs:
-                command = start.command("runtime.tier.keeper", str(theirs.fileno()), self._arguments)
+                command = start.command("runtime.tier.disk.keeper", str(theirs.fileno()), self._arguments)
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             self._socket = ours
             if self._closing.is_set():

@@ -1,0 +1,60 @@
+"""Costs: whether loading a prefix from the tier is quicker than computing it.
+
+Both rates are measured. Until then they are rough figures for the device: too low for loads, since a load that is
+slower than expected costs more than one that is left out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+_LATENCY_S = 2e-3  # of a load, besides its bytes: plans and results
+_SHARE = 0.7  # a load must take less than this share of the time to compute
+_PRIORS = {"cuda": (10_000.0, 10e9), "cpu": (300.0, 0.5e9)}  # device -> prompt tokens and loaded bytes, per second
+_LEAST_BYTES = 1 << 20  # smaller loads measure latency
+_NUM_SAMPLES = 5
+_KEPT_S = 60.0  # older samples are dropped: after a slow time, loads are tried again
+
+
+class Costs:
+    """Measures loads, one after another or several at once."""
+
+    def __init__(
+        self, device: str, clock: Callable[[], float], prefill_rate: Callable[[], float], load_rate: float = 0.0
+    ) -> None:
+        """`prefill_rate` returns the measured prompt tokens per second; 0 before the first estimate.
+
+        `load_rate` is the bytes per second before the first load; 0 for the device's usual rate from RAM."""
+        self._clock, self._measured_prefill = clock, prefill_rate
+        self._prefill_prior, self._load_prior = _PRIORS["cpu" if device == "cpu" else "cuda"]
+        self._load_prior = load_rate or self._load_prior
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_NUM_SAMPLES)  # time, bytes per second
+        self._ended_at = 0.0  # the last load's end
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self._measured_prefill() or self._prefill_prior
+
+    @property
+    def load_rate(self) -> float:
+        """Bytes per second, each rank's own."""
+        while self._samples and self._clock() - self._samples[0][0] > _KEPT_S:
+            self._samples.popleft()
+        return median(rate for _, rate in self._samples) if self._samples else self._load_prior
+
+    def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
+        """Return True if these bytes are loaded sooner than their tokens are computed."""
+        return num_bytes / self.load_rate + _LATENCY_S < _SHARE * num_tokens / self.prefill_rate
+
+    def observe(self, num_bytes: int, begun_at: float) -> None:
+        """A load has ended. Loads share the link, so its time begins with the end of the load before it."""
+        now = self._clock()
+        took_s, self._ended_at = now - max(begun_at, self._ended_at), now
+        if num_bytes >= _LEAST_BYTES and took_s > 0:
+            self._samples.append((now, num_bytes / max(took_s - _LATENCY_S, 0.1 * took_s)))
+
+    def seconds_saved(self, num_tokens: int, begun_at: float) -> float:
+        """Return the time to compute tokens that were loaded instead, less the time since the load began."""
+        return num_tokens / self.prefill_rate - (self._clock() - begun_at)
