@@ -47,6 +47,7 @@ ROOMS = {
     "routed experts": Room(("runtime/features/expert_recorder.py",), ((RUNNER, "ExpertRecorder"),)),
     "sleep": Room(("runtime/worker/gpu/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
     "images": Room(("runtime/worker/images.py",), ((RUNNER, "RunnerImages"),)),
+    "tier": Room(("runtime/tier",), ((RUNNER, "tier_of"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
     "recurrent states": Room(
         (

@@ -48,7 +48,7 @@ class Talks:
     """An engine with a runner, and two conversations of two turns with it."""
 
     def __init__(self, name: str, known: list[Answer] | None, **config: Any) -> None:
-        """With the `known` answers it verifies drafts, of which some are right."""
+        """With the `known` answers it verifies drafts. Some of them are right."""
         self.spec, self._is_seen = changed(SPECS[name], max_positions=LONGEST), name == "images"
         runner = tiny_runner(
             self.spec, tower=tiny_tower(self.spec.hidden_size) if self._is_seen else None, max_model_len=LONGEST,
