@@ -117,7 +117,7 @@ class Stores:
         for group, spec in enumerate(self._kv_cache.groups):
             indices: Sequence[int] = range(begin, end)
             if spec.window is not None:  # what a request needs that continues here, or after the prompt
-                prompt_end = state.prompt_len // size
+                prompt_end = (state.prompt_len - 1) // size  # a hit excludes a prompt's last token
                 ends = [end, prompt_end] if begin < prompt_end < end else [end]
                 indices = sorted({i for at in ends for i in range(spec.num_dead_blocks(at * size, size), at)})
             cache, hashes = self._kv_cache.caches[group], [state.block_hashes[i] for i in indices]
