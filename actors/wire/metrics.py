@@ -75,6 +75,7 @@ ENGINE_METRICS = {  # counted by the engine
     "callboard:kv_tier_disk_bytes": _counter("Bytes that were read from the tier's disk."),
     "callboard:kv_tier_stored_bytes": _counter("Bytes that were stored in the tier."),
     "callboard:kv_tier_damaged": _counter("Entries of the tier that were lost, or whose checksum was wrong."),
+    "callboard:kv_tier_loads_in_flight": _gauge("Copies of blocks and states from the tier that have not ended."),
     "callboard:kv_tier_saved_seconds": _counter("Time to compute the loaded tokens, less the time to load them."),
     "vllm:prompt_tokens": _counter("Prompt tokens of admitted requests."),
     "vllm:generation_tokens": _counter("Tokens sampled for requests."),
