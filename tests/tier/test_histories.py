@@ -36,8 +36,8 @@ histories, image_histories = histories_of(requests()), histories_of(requests_wit
 regions = st.builds(
     FakeRegion,
     seed=st.integers(0, 1 << 20),
-    room=st.sampled_from([5, 20, 1000, 1000]),
-    chaos=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
+    room=st.sampled_from([10, 40, 1000, 1000]),
+    chaos=st.sampled_from([0.0, 0.002, 0.01, 0.05]),
 )
 tiers = st.fixed_dictionaries(
     {
@@ -73,11 +73,11 @@ def test_any_history_gives_the_sequential_tokens(kind):
             seen[name] += int(session.total(f"tier_{name}"))
 
     run()
-    print(kind, dict(seen))
-    assert seen["stored_blocks"] > examples(1000), seen
-    assert seen["loaded_blocks"] > examples(300), seen
-    assert seen["hit_tokens"] > examples(300), seen
-    assert seen["loading"] > examples(200), seen
-    assert seen["damaged"] > examples(10), seen
-    assert seen["chaos"] > examples(10), seen
-    assert seen["preemptions"] > examples(10), seen
+    count = NUM_HISTORIES or examples(200)
+    assert seen["stored_blocks"] > 5 * count, seen
+    assert seen["loaded_blocks"] > count // 3, seen
+    assert seen["hit_tokens"] > count // 2, seen
+    assert seen["loading"] > count // 3, seen
+    assert seen["damaged"] > count // 50, seen
+    assert seen["chaos"] > count, seen
+    assert seen["preemptions"] > count // 50, seen
