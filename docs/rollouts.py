@@ -93,7 +93,8 @@ class Trainer:
 def start_engine(folder: str) -> RolloutClient:
     """Serve the model in this Ray, without HTTP, and connect."""
     serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
-    settings = {"weight_updates": True, "quantization": "none", "kv_cache_memory": 0.1, "num_threads": 1}
+    settings = {"weight_updates": True, "quantization": "none", "num_threads": 1}
+    settings |= {"kv_cache_memory": 0.1, "kv_tier_memory": 0}  # new weights make a tier useless
     serve.run(build_app(AppArgs(model=folder, num_fronts=1, **settings)), name="rollouts")
     return RolloutClient.connect("rollouts")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -51,6 +52,8 @@ class EngineHost:
             assert group is not None, "build_app requests one"
             engines = engines_of(context.app_name, config, context.deployment)
             name = engines + context.replica_id.unique_id  # unlike a rank, this id is never reused
+            if config.kv_tier_name is None:  # the next start of this application finds its tier again
+                config = replace(config, kv_tier_name=context.app_name)
             self._supervisor = Supervisor(config, name, group, gpu)
             await self._supervisor.start()
 

@@ -39,7 +39,7 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.weight_calls import Pause
-from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
+from runtime.assembly.engine import build_engine, draft_client_of, speculation_of, use_fresh_runners
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, FinishReason
@@ -406,7 +406,7 @@ class EngineLoop:
         before = self.core.scheduler.info
         if info.weights == before.weights and info.fingerprint != before.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")
-        self.core.recover(self.executor)
+        use_fresh_runners(self.core, self.executor, info)
         if info.weights != before.weights:
             self.core.scheduler.use_weights(info, keeps_kv=False)
         self.weights.restarted(info.weights)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from actors.wire.adapter_entry import AdapterState
-from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
+from actors.wire.metrics import ENGINE_METRICS, MetricValues, Snapshot, all_at_zero
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
@@ -129,6 +129,10 @@ class EngineMetrics:
             "vllm:spec_decode_num_accepted_tokens": stats.accepted_draft_tokens,
         }.items():
             total.count(name, by=value)
+        for figures_of in core.extras.stats:
+            for name, value in figures_of().items():
+                if (metric := f"callboard:kv_{name}") in ENGINE_METRICS:  # figures of the tier
+                    total.count(metric, by=value)
         for position, value in enumerate(stats.accepted_by_position):
             total.count("vllm:spec_decode_num_accepted_tokens_per_pos", str(position), by=value)
         for served_by, value in (("lazy", stats.structured_lazy), ("eager", stats.structured_eager)):

@@ -45,7 +45,7 @@ from actors.wire.link_messages import (
     encode,
 )
 from actors.wire.metrics import MetricValues, Snapshot
-from actors.wire.transport import Address, FrameCutter, connect_stream, framed
+from actors.wire.transport import Address, FrameCutter, connect_stream, head_of
 from actors.wire.weight_calls import Pause
 from runtime.background import in_background
 from runtime.base.model_info import ModelInfo
@@ -94,9 +94,9 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's class does not derive from it
 
     def send(self, frame: bytes) -> None:
-        data = framed(frame)
-        self._num_sent += len(data)
-        self.transport.write(data)
+        head = head_of(frame)
+        self._num_sent += len(head) + len(frame)
+        self.transport.writelines((head, frame))  # an image is not copied here
 
     def has_moved(self) -> bool:
         """True if the engine has sent anything since the last call, or has read from a full socket.

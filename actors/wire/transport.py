@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAME = 256 << 20  # bytes; checked before memory is allocated
 _CHUNK = 64 << 10  # bytes in one read
+_LARGE_CHUNK = 1 << 20  # bytes in one read of a large frame
 _SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max
 _LENGTH = struct.Struct("<I")  # stands before each frame
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
@@ -55,9 +56,14 @@ class Address:
 # ---- frames -----------------------------------------------------------------------------------------------------
 
 
+def head_of(frame: bytes | bytearray) -> bytes:
+    """Return the frame's length, which stands before it on a stream."""
+    return _LENGTH.pack(len(frame))
+
+
 def framed(frame: bytes | bytearray) -> bytes:
-    """Return the frame with its length in front, as it stands on a stream."""
-    return _LENGTH.pack(len(frame)) + frame
+    """Return the frame as it stands on a stream."""
+    return head_of(frame) + frame
 
 
 class FrameCutter:
@@ -65,6 +71,12 @@ class FrameCutter:
 
     def __init__(self) -> None:
         self._data = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the incomplete frame lacks; 0 before its length has arrived."""
+        has_length = len(self._data) >= _LENGTH.size
+        return _LENGTH.size + _LENGTH.unpack_from(self._data)[0] - len(self._data) if has_length else 0
 
     def cut(self, data: bytes) -> list[bytearray]:
         """Add `data` and return the complete frames. Raises OSError at a length above the limit."""
@@ -93,17 +105,19 @@ class FrameSocket:
 
     def send(self, frame: bytes | bytearray, on_full: Callable[[], None] | None = None) -> None:
         """Write `frame`. On a full socket, block, or call `on_full` until there is room."""
-        rest, flags = memoryview(framed(frame)), 0 if on_full is None else socket.MSG_DONTWAIT
-        while rest:
+        flags = 0 if on_full is None else socket.MSG_DONTWAIT
+        head, rest = head_of(frame), memoryview(frame)
+        while head or rest:
             try:
-                rest = rest[self.sock.send(rest, flags) :]
+                sent = self.sock.sendmsg((head, rest), (), flags)
+                head, rest = head[sent:], rest[max(0, sent - len(head)) :]
             except BlockingIOError:
                 assert on_full is not None, "a blocking socket raises no BlockingIOError"
                 on_full()
 
     def receive(self) -> list[bytearray]:
         """Return all complete frames, after waiting for one. Returns none at the end of the connection."""
-        while data := self.sock.recv(_CHUNK):
+        while data := self.sock.recv(max(_CHUNK, min(self._cutter.missing, _LARGE_CHUNK))):
             if frames := self._cutter.cut(data):
                 return frames
         return []

@@ -47,7 +47,7 @@ class Conversations:
         pixels = rng.integers(0, 256, (self._side, self._side, 3), np.uint8).tobytes()
         image = Image(rng.bytes(16), ((self._side, self._side),), pixels)
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        num_embeddings = len(self._tower.encode(image))
+        num_embeddings = len(self._tower.encode(image, self._upload))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         encode, encode_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
@@ -55,6 +55,9 @@ class Conversations:
         first, second = self._turns([self._token_id] * num_embeddings, (span,))
         _, text = self._turns(self._text(num_embeddings), ())
         return [seconds * 1e3 for seconds in (encode, encode_cpu, first, second, text)]
+
+    def _upload(self, pixels: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pixels).to(self._engine.runner.numerics.device)
 
     def _turns(self, begin: list[int], images: tuple[ImageSpan, ...]) -> tuple[float, float]:
         """Return the seconds until the first token of each turn."""

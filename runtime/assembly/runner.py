@@ -10,6 +10,7 @@ from runtime.features.grammar_state import GrammarState
 from runtime.features.pooler import Pooler
 from runtime.features.prompt_scorer import PromptScorer
 from runtime.speculation.draft import row_lens
+from runtime.tier.runner_tier import tier_of
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
 from runtime.worker.gpu.mapped_memory import RunnerMemory
@@ -31,6 +32,7 @@ def build_runner(
         ],
         masks=GrammarState.of,
         images=RunnerImages.of,
+        tier=tier_of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
         updates=RunnerUpdates,

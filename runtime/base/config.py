@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from runtime.base.images import MAX_TOKENS
 from runtime.base.sampling_fields import Bounds
 from runtime.base.shard import NUM_LEAVES
 from runtime.base.tool_formats import TOOL_FORMATS
@@ -178,6 +179,19 @@ class EngineConfig:
         "cache's memory",
         0,
     )
+    kv_tier_memory: float | None = setting(
+        None,
+        "GiB of the tier: host memory whose KV blocks and states outlive the engine; 0 for none; default: 64 on a GPU, "
+        "4 on a CPU, or less: a quarter of the available memory, half of the free space in /dev/shm",
+        0,
+    )
+    kv_tier_folder: str | None = setting(
+        None,
+        "folder on a disk of every node, for what the tier has no room for and what outlives a reboot; default: none",
+    )
+    kv_tier_name: str | None = setting(
+        None, "name of the tier, which engines of a node share by this name; default: the application's; LLM has none"
+    )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that the engine may fill", 0.1, 1)
     batching: Literal["continuous", "static"] = setting("continuous", "static admits only into an empty batch")
     kv_layout: Literal["paged", "contiguous"] = setting("paged", "contiguous: one block as long as the context")
@@ -335,6 +349,7 @@ class EngineConfig:
             routed_experts=False,
             images="off",  # it sees an image's tokens as text
             max_loras=0,  # it drafts without adapters
+            kv_tier_memory=0,
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # it starts after the model, which leaves a share free
             num_kv_blocks=None,
@@ -346,7 +361,7 @@ class EngineConfig:
 
     def sized_for(self, device: str) -> EngineConfig:
         """Return a copy with a device type's default batch limits in place of None."""
-        seqs, tokens, image = (256, 8192, 4096) if device == "cuda" else (64, 512, _CPU_IMAGE_TOKENS)
+        seqs, tokens, image = (256, 8192, MAX_TOKENS) if device == "cuda" else (64, 512, _CPU_IMAGE_TOKENS)
         image = min(image, self.image_pool_tokens)
         return replace(
             self,

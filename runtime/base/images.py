@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 DIGEST_BYTES = 16
+MAX_TOKENS = 4096  # most embeddings of one image, by default
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -54,5 +55,5 @@ class ImageInfo:
 
     token_id: int  # stands in a prompt for each embedding of an image
     pool_rows: int  # embeddings that the runner keeps
+    max_tokens: int  # most embeddings of one image
     stays_whole: bool = False  # an image's tokens see each other, so that no row ends within one (Gemma 3)
-    max_tokens: int = 4096  # most embeddings of one image

@@ -64,7 +64,8 @@ class EngineCore:
     def collect(self) -> StepOutput | None:
         """Wait for the oldest step in flight and commit it; None if there is none."""
         if not self.scheduler.num_in_flight:
-            self.extras.on_idle()
+            for on_idle in self.extras.on_idle:
+                on_idle()
             return None
         return self.scheduler.commit(self.executor.collect())
 

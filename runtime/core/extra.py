@@ -187,7 +187,7 @@ class Extras:
         self._held, self._needs_plan = self._every(core.held), self._every(core.needs_plan)
         # Questions: the first extra that overrides the hook answers.
         self.eviction_order, self.run_alone = self._first(core.eviction_order), self._first(core.run_alone)
-        self.begin_step, self.on_idle = self._first(core.begin_step), self._first(core.on_idle)
+        self.begin_step, self.on_idle = self._first(core.begin_step), self._every(core.on_idle)
         self.planning_delay_s = self._first(core.planning_delay_s)
         self.max_prompt_tokens = self._first(core.max_prompt_tokens)
         self.may_open_slots, self.may_admit = self._first(core.may_open_slots), self._first(core.may_admit)

@@ -53,7 +53,7 @@ class Images(Extra):
     serves = frozenset({"images"})
 
     def __init__(self, info: ModelInfo, config: Settings) -> None:
-        self._info = info.images or ImageInfo(-1, 0)
+        self._info = info.images or ImageInfo(-1, 0, 0)
         self._takes_images, self._chunked = info.images is not None, config.chunked_prefill
         budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         self._most_whole = budget + 1 - (config.max_num_seqs or info.max_num_seqs)  # tokens left by decoding rows

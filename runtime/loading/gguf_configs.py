@@ -114,8 +114,10 @@ def _sections(file: GgufFile) -> dict[str, Any]:
     """Rotary positions of images, if the file has them."""
     sections = [int(size) for size in stored(file, "rope.dimension_sections") or ()][:3]
     scaling = _rope_scaling(file).get("rope_scaling")
-    parameters = {"mrope_section": sections, "mrope_interleaved": True}
-    return {"rope_scaling": (scaling or {}) | parameters} if any(sections) else {}
+    if not any(sections):
+        return {}
+    parameters = {"mrope_section": sections, "mrope_interleaved": not _arch(file).startswith("glm4")}
+    return {"rope_scaling": (scaling or {}) | parameters, "rope_interleave": False}  # converters reorder GLM-4's pairs
 
 
 def _kv_heads(file: GgufFile, default: int) -> int:

@@ -186,11 +186,20 @@ def _gemma4(file: GgufFile, vision: Fields) -> Fields:
 def _qwen3_vl(file: GgufFile, vision: Fields) -> Fields:
     layers = file.value("clip.vision.is_deepstack_layers", list, [])
     vision |= {
-        "depth": vision["num_hidden_layers"],
-        "num_heads": vision["num_attention_heads"],
         "spatial_merge_size": file.value("clip.vision.spatial_merge_size", int, 2),
         "num_position_embeddings": _shape(file, "v.position_embd.weight")[0],
         "deepstack_visual_indexes": [i for i, has_merger in enumerate(layers) if has_merger],
+    }
+    return {}
+
+
+def _glm4v(file: GgufFile, vision: Fields) -> Fields:
+    vision |= {
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "intermediate_size": _shape(file, "mm.up.weight")[0],
+        "out_hidden_size": _shape(file, "v.blk.0.ffn_up.weight")[0],
+        "attention_bias": "v.blk.0.attn_qkv.bias" in file.tensors,
+        "spatial_merge_size": file.value("clip.vision.spatial_merge_size", int, 2),
     }
     return {}
 
@@ -234,6 +243,19 @@ _KINDS = {  # key: clip.projector_type
         ("gemma4",),
         {"standard.bias": "v.std_bias", "standard.weight": "v.std_scale", "projection": "mm.input_projection"},
         _gemma4,
+    ),
+    "glm4v": _Kind(
+        "Glm4vForConditionalGeneration",
+        "glm4v",
+        ("glm4", "glm4moe"),
+        {
+            "patch_norm": "v.norm_embd",
+            "downsample": "mm.patch_merger",
+            "projection": "mm.model.fc",
+            "norm": "mm.post_norm",
+            **{f"merger.{part}": f"mm.{part}" for part in ("gate", "up", "down")},
+        },
+        _glm4v,
     ),
     "lfm2": _Kind(
         "Lfm2VlForConditionalGeneration",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 import resource
 from typing import Any
 
@@ -12,13 +14,15 @@ from runtime.base.images import Image as Picture
 from runtime.media.expand import PreparedImage
 from runtime.media.identity import digest
 from runtime.media.rule import Detail, ImageRule, ResizePlan
-from runtime.media.source import ImageFault, TooManyPixels
+from runtime.media.source import NO_VIDEOS, ImageFault, TooManyPixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_RATIO = 200  # the longer side to the shorter
 _CPU_S = 4  # most CPU seconds for a picture
 _STRIP = 256  # rows that become RGB at a time, so that a large picture is in memory about twice
 _ORIENTATION = 0x0112  # EXIF's tag; other metadata is ignored
+# MP4, WebM and AVI, but not HEIF. That is a picture's.
+_VIDEO = re.compile(rb"....ftyp(?!hei|hev|mif|msf|avi)|\x1a\x45\xdf\xa3|RIFF....AVI ", re.DOTALL)
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -44,7 +48,9 @@ def decode_within_limits(*args: Any) -> PreparedImage:
     return decode(*args)
 
 
-def decode(data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_tokens: int) -> PreparedImage:
+def decode(
+    data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_tokens: int, may_shrink: bool = True
+) -> PreparedImage:
     """Return the pixels of an encoded picture. Raises ImageFault."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
@@ -52,12 +58,17 @@ def decode(data: bytes, rule: ImageRule, detail: Detail, max_pixels: int, max_to
             opened.load()
             picture = _as_rgb(_turned(opened))
     except UnidentifiedImageError:
+        if _VIDEO.match(data):
+            raise ImageFault(f"is a video, but {NO_VIDEOS}") from None
         raise ImageFault("is not a PNG, JPEG, WebP, GIF or AVIF file") from None
     except (ImageFault, MemoryError):
         raise
     except Exception as e:  # decoders raise errors of many kinds for broken files
         raise ImageFault(f"cannot be decoded: {str(e)[:200].rstrip('.') or type(e).__name__}") from None
     plan = rule.resize.plan((picture.height, picture.width), detail, max_tokens)
+    if not may_shrink and (seen := plan.reduced((picture.height, picture.width), rule.unit)) is not None:
+        sees = f"the model sees {seen[1]} x {seen[0]} (oversized_image)"
+        raise TooManyPixels(f"has {picture.width} x {picture.height} pixels, but {sees}", max(seen))
     num_tokens = rule.num_embeddings(plan.parts)
     if num_tokens > max_tokens:
         raise ImageFault(
@@ -73,7 +84,9 @@ def _check(picture: Image.Image, max_pixels: int) -> None:
     """Refuse a picture by its header."""
     width, height = picture.size
     if width * height > max_pixels:
-        raise TooManyPixels(f"has {width} x {height} pixels, more than the limit of {max_pixels:,}")
+        raise TooManyPixels(
+            f"has {width} x {height} pixels, more than the limit of {max_pixels:,}", math.isqrt(max_pixels)
+        )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageFault(f"has {width} x {height} pixels; one side may have at most {MAX_RATIO} times the other's")
     if picture.format != "MPO" and getattr(picture, "is_animated", False):  # cameras store previews in an MPO file

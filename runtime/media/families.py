@@ -114,7 +114,8 @@ def _glm(config: Json, vision: Json, processor: Json) -> ImageRule:
         _edge(processor, "size", "longest_edge", 28**2 * 15_000),
     )
     resize = Area(unit, -(-least // frames), most // frames, enlarge=True)
-    return _rule("glm", config, processor, 151343, unit, resize, {**_CLIP, "resample": _BICUBIC})
+    token_id = 151_363 if config["model_type"] == "glm4v_moe" else 151_343
+    return _rule("glm", config, processor, token_id, unit, resize, {**_CLIP, "resample": _BICUBIC})
 
 
 def _gemma3(config: Json, vision: Json, processor: Json) -> ImageRule:

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from runtime.media.source import ImageFault, ImageLimits
+from runtime.media.source import NO_VIDEOS, ImageFault, ImageLimits
 
 if TYPE_CHECKING:
     import httpx
@@ -46,6 +46,8 @@ def _decoded_url(url: str, max_bytes: int) -> bytes:
     media_type, *parameters = header[len("data:") :].lower().split(";")
     if not comma or "base64" not in (parameter.strip() for parameter in parameters):
         raise ImageFault('has a data URL without base64; it begins like "data:image/png;base64,"')
+    if media_type.strip().startswith("video/"):
+        raise ImageFault(f"has a data URL of type {media_type[:40]!r}, but {NO_VIDEOS}")
     if media_type and not media_type.strip().startswith("image/"):
         raise ImageFault(f"has a data URL of type {media_type[:40]!r}; it should be image/png or another picture's")
     if len(text) // 4 * 3 > max_bytes + 3:

@@ -30,8 +30,11 @@ class ImageProcessor:
 
     @classmethod
     def of(cls, rule: ImageRule | None, vocabulary: Vocabulary, limits: ImageLimits) -> ImageProcessor | None:
-        """Return the processor of a model's rule; None for a model that takes no images."""
-        return None if rule is None else cls(rule, vocabulary, limits)
+        """Return the processor of a model's rule, with a child process; None for a model that takes no images."""
+        if rule is None:
+            return None
+        _CHILDREN.start()  # it takes longer than most pictures
+        return cls(rule, vocabulary, limits)
 
     def prepare(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
         """Return the sources' pixels. Blocks; a fault in a picture raises CallboardError with the picture's number."""
@@ -65,8 +68,9 @@ class ImageProcessor:
             raise ImageFault(f"has {len(data):,} bytes, more than the limit of {limits.max_image_bytes:,}")
         try:
             return _CHILDREN.run(
-                _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens
-            )
+                _DEADLINE_S, _decode, data, self.rule, source.detail, limits.max_image_pixels, limits.max_image_tokens,
+                source.may_shrink,
+            )  # fmt: skip
         except Overrun as e:
             raise ImageFault(f"cannot be decoded: it {e}") from None
 

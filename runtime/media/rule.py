@@ -30,6 +30,14 @@ class ResizePlan:
         parts = ((height // rows, width // columns),) * (rows * columns)
         return parts if self.thumbnail is None else (*parts, self.thumbnail)
 
+    def reduced(self, size: Size, unit: int) -> Size | None:
+        """Return the size to which a picture of `size` is reduced; None if each side loses little.
+
+        Sides become whole embeddings of `unit` pixels, so that even a small picture may lose some."""
+        height, width = (min(sides) for sides in zip(*self.sizes, strict=True))
+        losses = (size[0] - height, size[0]), (size[1] - width, size[1])
+        return (height, width) if any(loss >= max(unit, side / 8) for loss, side in losses) else None
+
 
 class Resize(Protocol):
     """A family's rule for sizes. Implementations are in resize.py."""

@@ -64,6 +64,7 @@ _GEMMA4_CHATS = tuple(  # ordered by publication
 _MISTRAL_V11 = ChatForm("mistral-v11", "mistral_v11")
 _MINISTRAL3_REASONING = ChatForm("ministral-3", "mistral_v11", reasons=True)
 _QWEN35 = ChatForm("qwen3.5", "qwen3_coder", reasons=True)
+_QWEN3_VL_CHATS = ChatForm("qwen3-vl", "hermes"), ChatForm("qwen3-vl-thinking", "hermes", reasons=True)
 FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectures`
     "DeepseekV2ForCausalLM": Family(
         "DeepSeek V2, V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", deepseek.v2_decoder_spec, deepseek.WEIGHT_MAP,
@@ -106,6 +107,13 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
         "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", deepseek.flash_decoder_spec, deepseek.WEIGHT_MAP,
         chats=(ChatForm("glm-4.7", "glm47", reasons=True),),
     ),
+    "Glm4vForConditionalGeneration": Family(
+        "GLM-4.1V 9B, GLM-4.6V-Flash 9B", "zai-org/GLM-4.1V-9B-Thinking", glm.post_norms_decoder_spec,
+        glm.POST_NORMS_IMAGE_TEXT_WEIGHT_MAP,
+    ),
+    "Glm4vMoeForConditionalGeneration": Family(
+        "GLM-4.5V, 4.6V 106B-A12B", "zai-org/GLM-4.5V", glm.moe_decoder_spec, glm.MOE_IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "GlmForCausalLM": Family(
         "GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP,
         chats=(ChatForm("chatglm-4", "glm4"),),
@@ -128,9 +136,11 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     ),
     "Idefics3ForConditionalGeneration": Family(
         "Idefics3, SmolVLM", "HuggingFaceTB/SmolVLM-256M-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
+        chats=(ChatForm("smolvlm", "generic"),),
     ),
     "InternVLForConditionalGeneration": Family(
         "InternVL3 in transformers' format", "OpenGVLab/InternVL3-1B-hf", qwen.internvl_spec, qwen.INTERNVL_WEIGHT_MAP,
+        chats=(ChatForm("internvl-3", "generic"),),
     ),
     "Lfm2ForCausalLM": Family(
         "LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP,
@@ -142,6 +152,7 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     ),
     "Lfm2VlForConditionalGeneration": Family(
         "LFM2-VL", "LiquidAI/LFM2-VL-450M", lfm.decoder_spec, lfm.IMAGE_TEXT_WEIGHT_MAP,
+        chats=(ChatForm("lfm-2", "lfm2"),),
     ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", llama.decoder_spec, llama.WEIGHT_MAP,
@@ -211,10 +222,11 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     ),
     "Qwen3VLForConditionalGeneration": Family(
         "Qwen3-VL", "Qwen/Qwen3-VL-2B-Instruct", qwen.decoder_spec, qwen.IMAGE_TEXT_WEIGHT_MAP,
+        chats=_QWEN3_VL_CHATS,
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         "Qwen3-VL with experts", "Qwen/Qwen3-VL-30B-A3B-Instruct", qwen.image_text_moe_spec,
-        qwen.IMAGE_TEXT_MOE_WEIGHT_MAP,
+        qwen.IMAGE_TEXT_MOE_WEIGHT_MAP, chats=_QWEN3_VL_CHATS,
     ),
     "Qwen3_5ForCausalLM": Family(
         "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP,
@@ -242,6 +254,7 @@ FAMILIES: dict[str, Family] = {  # key: the name in a config.json's `architectur
     ),
     "SmolVLMForConditionalGeneration": Family(
         "SmolVLM2", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", llama.image_text_spec, llama.IMAGE_TEXT_WEIGHT_MAP,
+        chats=(ChatForm("smolvlm", "generic"),),
     ),
 }  # fmt: skip
 

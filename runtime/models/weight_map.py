@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.base.model.decoder_spec import DecoderSpec
 
@@ -34,6 +34,10 @@ class WeightMap:
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     experts_in_turn: bool = False  # tensors with all experts have gate and up rows in turn (loading/stacked_experts.py)
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors without a reader; old exports have rotary frequencies
+
+    def inside(self, base: str) -> WeightMap:
+        """Return the map of a model that has this one at `base`, in place of `model.`."""
+        return replace(self, names={part: name.removeprefix("model.") for part, name in self.names.items()}, base=base)
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from runtime.base.images import ImageInfo, ImageSpan
 from runtime.base.types import CallboardError
 from runtime.loading.gguf_towers import image_rule_of
 from runtime.media.processor import ImageProcessor
-from runtime.media.rule import DETAILS, Detail
-from runtime.media.source import ImageLimits, ImageSource
+from runtime.media.rule import DETAILS
+from runtime.media.source import NO_VIDEOS, ImageLimits, ImageSource
 from runtime.output.fields import invalid, shown
 from runtime.text.tokenizer import Tokenizer
 
@@ -23,17 +24,14 @@ IMAGE_KINDS = frozenset(("image", "image_url", "input_image", "computer_screensh
 
 def source_of(path: str, part: Mapping[str, Any]) -> ImageSource:
     """Return the picture in a message's part, at the field `path`. Raises FieldError for an unknown form."""
-    detail = _detail(path, part)
+    source = _source_with(path, part)
     match part:
-        case {"transformations": {"oversized_image": "error"}}:
-            problem = 'is "error", but this server reduces large pictures; leave it out'
-            raise invalid(f"{path}.transformations.oversized_image", problem)
         case {"image_url": str(url)} | {"image_url": {"url": str(url)}} | {"image": str(url)} | {"url": str(url)}:
-            return ImageSource(url=url, detail=detail)
+            return source(url=url)
         case {"source": {"type": "url", "url": str(url)}}:
-            return ImageSource(url=url, detail=detail)
+            return source(url=url)
         case {"source": {"type": "base64", "data": str(data)}} | {"type": "image", "data": str(data)}:
-            return ImageSource(url=data_url(data), detail=detail)
+            return source(url=data_url(data))
         case {"file_id": str()} | {"source": {"type": "file"}}:
             raise invalid(path, "names a file, but this server keeps no pictures; send the picture itself as base64")
     raise invalid(path, "has no picture; send it as a data URL or as base64")
@@ -47,11 +45,14 @@ def data_url(text: str) -> str:
 def with_marks(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[ImageSource]]:
     """Return messages with a plain part for each picture, as templates read them, and the pictures.
 
-    Raises FieldError for a picture in an unknown form."""
+    Raises FieldError for a picture in an unknown form, and for a video."""
     sources: list[ImageSource] = []
 
     def marked(path: str, part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_KINDS:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and "video" in kind:
+            raise invalid(f"{path}.type", f"is {shown(kind)}: {NO_VIDEOS}")
+        if kind not in IMAGE_KINDS:
             return part
         sources.append(_local_source(path, part))
         return {"type": "image"}
@@ -99,7 +100,7 @@ def _local_source(path: str, part: Mapping[str, Any]) -> ImageSource:
         value = Path(value)
     if value is None or isinstance(value, str):
         return source_of(path, part)
-    return ImageSource(file_of(path, value), detail=_detail(path, part))
+    return _source_with(path, part)(file_of(path, value))
 
 
 def is_picture(value: Any) -> bool:
@@ -131,9 +132,14 @@ def file_of(path: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def _detail(path: str, part: Mapping[str, Any]) -> Detail:
+def _source_with(path: str, part: Mapping[str, Any]) -> Callable[..., ImageSource]:
+    """Return ImageSource with the part's options. Raises FieldError."""
     given = part.get("image_url")
     detail = part.get("detail") or (given.get("detail") if isinstance(given, Mapping) else None) or "auto"
     if detail not in DETAILS:
         raise invalid(f"{path}.detail", f"is {shown(detail)}; it should be one of {', '.join(DETAILS)}")
-    return detail
+    oversized = options.get("oversized_image") if isinstance(options := part.get("transformations"), Mapping) else None
+    if oversized not in (None, "downsize", "error"):
+        problem = f"is {shown(oversized)}; it should be downsize or error"
+        raise invalid(f"{path}.transformations.oversized_image", problem)
+    return partial(ImageSource, detail=detail, may_shrink=oversized != "error")

@@ -20,10 +20,15 @@ _KEPT_S = 60.0  # older samples are dropped: after a slow time, loads are tried 
 class Costs:
     """Measures loads, one after another or several at once."""
 
-    def __init__(self, device: str, clock: Callable[[], float], prefill_rate: Callable[[], float]) -> None:
-        """`prefill_rate` returns the measured prompt tokens per second; 0 before the first estimate."""
+    def __init__(
+        self, device: str, clock: Callable[[], float], prefill_rate: Callable[[], float], load_rate: float = 0.0
+    ) -> None:
+        """`prefill_rate` returns the measured prompt tokens per second; 0 before the first estimate.
+
+        `load_rate` is the bytes per second before the first load; 0 for the device's usual rate from RAM."""
         self._clock, self._measured_prefill = clock, prefill_rate
         self._prefill_prior, self._load_prior = _PRIORS["cpu" if device == "cpu" else "cuda"]
+        self._load_prior = load_rate or self._load_prior
         self._samples: deque[tuple[float, float]] = deque(maxlen=_NUM_SAMPLES)  # time, bytes per second
         self._ended_at = 0.0  # the last load's end
 

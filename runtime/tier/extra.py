@@ -106,7 +106,7 @@ class Tier(Extra):
         """`info` has a tier. `clock` returns time.time() seconds. `prefill_rate` returns the measured prompt tokens
         per second, 0 before the first estimate. Fewer than `least_tokens` tokens are neither loaded nor stored."""
         assert info.tier is not None
-        self._tier, self._index, self._clock = info.tier, index, clock
+        self._tier, self.index, self._clock = info.tier, index, clock
         self._least_tokens, self._limits = least_tokens, _CPU if info.device == "cpu" else _GPU
         self.costs = Costs(info.device, clock, prefill_rate)
         self._loading: dict[RequestState, _Load] = {}  # LOADING requests, and what they wait for
@@ -122,18 +122,20 @@ class Tier(Extra):
         self._figures = {
             f"tier_{name}": 0.0
             for name in ("hit_tokens", "loaded_blocks", "stored_blocks", "loaded_bytes", "stored_bytes", "damaged")
-        } | {"tier_saved_s": 0.0}
+        } | {"tier_saved_seconds": 0.0}
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         self._kv_cache, self._pool, self._size = kv_cache, kv_cache.pool, kv_cache.block_size
         self._keys = keys = TierKeys(self._tier, len(kv_cache.caches))
-        self._hits = TierHits(kv_cache, self._index, keys)
-        self._stores = Stores(kv_cache, self._index, keys, self._least_tokens, self._clock)
+        self._hits = TierHits(kv_cache, self.index, keys)
+        self._stores = Stores(kv_cache, self.index, keys, self._least_tokens, self._clock)
         kv_cache.on_cached = self._stores.on_cached
 
     def stats(self) -> dict[str, float]:
-        """Counters, but for `tier_loads_in_flight`. Bytes are all ranks'."""
-        return {**self._figures, "tier_loads_in_flight": len(self._transfers)}
+        """Counters, but for `tier_loads_in_flight` and the region's bytes. Bytes are all ranks'."""
+        region = self.index.figures()
+        sizes = {"tier_used_bytes": region.used_bytes, "tier_size_bytes": region.total_bytes}
+        return {**self._figures, **sizes, "tier_loads_in_flight": len(self._transfers)}
 
     @property
     def is_on(self) -> bool:
@@ -310,7 +312,7 @@ class Tier(Extra):
             if load.num_planned == len(load.transfers):
                 self._unplanned.popleft()
         groups, blocks, parts, _, keys = zip(*taken, strict=True)
-        self._index.touch(b"".join(keys))
+        self.index.touch(b"".join(keys))
         return transfers_of(numbers, groups, blocks, parts, keys)
 
     def _end(self, number: int, is_damaged: bool) -> None:
@@ -320,7 +322,7 @@ class Tier(Extra):
         load, at = found
         load.num_ended += 1
         if is_damaged:
-            self._index.drop(load.transfers[at].key)
+            self.index.drop(load.transfers[at].key)
             load.num_usable = min(load.num_usable, load.transfers[at].at)
         self._end_if_done(load)
 
@@ -358,7 +360,7 @@ class Tier(Extra):
         if (num_tokens := (end - load.num_cached) * self._size) > 0:
             self.costs.observe(len(load.transfers) * self._tier.slot_bytes, load.begun_at)
             self._figures["tier_hit_tokens"] += num_tokens
-            self._figures["tier_saved_s"] += max(0.0, self.costs.seconds_saved(num_tokens, load.begun_at))
+            self._figures["tier_saved_seconds"] += max(0.0, self.costs.seconds_saved(num_tokens, load.begun_at))
         self._let_go(load)
 
     def _let_go(self, load: _Load) -> None:

@@ -10,7 +10,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.prefix_cache import PrefixCache, match_tables
 from runtime.core.request_state import RequestState
 from runtime.core.states.state_cache_manager import StateCacheManager
-from runtime.tier.keys import TierIndex, TierKeys, split
+from runtime.tier.keys import TierKeys, TierLookup, split
 
 IN_TIER = -1  # in a table: the block must be loaded
 
@@ -49,7 +49,7 @@ class Hit:
 class TierHits:
     """Looks prefixes up in the caches and the tier."""
 
-    def __init__(self, kv_cache: KVCacheManager, index: TierIndex, keys: TierKeys) -> None:
+    def __init__(self, kv_cache: KVCacheManager, index: TierLookup, keys: TierKeys) -> None:
         self._kv_cache, self._index, self._keys = kv_cache, index, keys
 
     def longest(self, state: RequestState) -> Hit:

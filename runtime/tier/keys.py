@@ -10,17 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.model_info import TierInfo
+from runtime.tier.region import RegionFigures
 
 KEY_BYTES = 16
 _KEY = np.dtype("V16")
 
 
-class TierIndex(Protocol):
-    """Entries of a tier, by keys of 16 bytes (runtime/tier/region.py). Other engines of the node change it, too."""
+class TierLookup(Protocol):
+    """Looks up entries by keys of 16 bytes."""
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys can be loaded [n]."""
         ...
+
+
+class TierIndex(TierLookup, Protocol):
+    """Entries of a tier (runtime/tier/region.py). Other engines of the node change it, too."""
 
     def touch(self, keys: bytes, expires: float = 0) -> None:
         """Set the last use to now, and with `expires` the time.time() until which entries are kept if possible."""
@@ -32,6 +37,10 @@ class TierIndex(Protocol):
 
     def drop(self, keys: bytes) -> None:
         """Forget entries, which are damaged or spoilt."""
+        ...
+
+    def figures(self) -> RegionFigures:
+        """Count entries and bytes."""
         ...
 
 

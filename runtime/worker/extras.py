@@ -4,12 +4,13 @@
                                                      ExpertRecorder (experts of tokens)
     MaskSource      masks of the tokens to sample    GrammarState
     ImageEncoder    embeddings of images             RunnerImages
+    BlockCopier     blocks in a tier of host memory  CpuCopier, GpuCopier
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
     SleepMemory     memory given back in sleep       RunnerMemory
     WeightUpdates   new weights of a running model   RunnerUpdates
 
-`runtime/features` and `runtime/updates` implement them. `runtime/assembly/runner.py` hands them to `ModelRunner` as
-`RunnerExtras`.
+`runtime/features`, `runtime/updates` and `runtime/tier` implement them. `runtime/assembly/runner.py` hands them to
+`ModelRunner` as `RunnerExtras`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,10 +30,11 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model_info import ModelInfo
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
-from runtime.core.plan import NewSlot, StepPlan, StepResult
+from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -114,10 +116,34 @@ class ImageEncoder(Protocol):
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the images that the model takes."""
 
+    def smallest(self) -> Encoding:
+        """An image with one embedding, in the pool's first row."""
+
     def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
         """Encode the plan's images, then return the embeddings of its rows' tokens; None if they have none.
 
         `firsts` [num_rows] has the index of each row's first token in the forward pass."""
+
+
+class BlockCopier(Protocol):
+    """Copies blocks and states between a rank's cache and a tier of host memory, which outlives the process."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the tier."""
+
+    def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
+        """Allocate up to `staging_bytes` on a GPU for copies. `handles` are the ranks', and `barrier` waits for all."""
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin the plan's transfers. Stores read blocks as earlier plans leave them, and later plans may change them.
+
+        Called in the order of plans, before the plan's rows."""
+
+    def report(self, result: StepResult, wait: bool) -> None:
+        """Write the numbers of ended transfers into a result, each into one. With `wait`, wait briefly for the next."""
+
+    def reset(self) -> None:
+        """Wait for the transfers in flight, and forget them."""
 
 
 class TokenAutomata(Protocol):
@@ -218,8 +244,10 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
+Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
+
 # Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
-WeightsChanged = Callable[[ModelSource | None], None]
+WeightsChanged = Callable[[ModelSource | None, Take], None]
 
 
 class WeightUpdates(Protocol):
@@ -261,8 +289,8 @@ class WeightUpdates(Protocol):
 class ReadsWeights(Protocol):
     """An extra with its own weights, in addition to the decoder's."""
 
-    def read_weights(self, source: ModelSource) -> None:
-        """Read them again."""
+    def read_weights(self, source: ModelSource, take: Take) -> None:
+        """Read them again. `take` keeps them in their memory where that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +300,7 @@ class RunnerExtras:
     outputs: Sequence[Callable[[RunnerParts], StepExtra]] = ()
     masks: Callable[[RunnerParts], MaskSource] | None = None
     images: Callable[[RunnerParts], ImageEncoder | None] | None = None
+    tier: Callable[[RunnerParts], BlockCopier | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None

@@ -10,24 +10,24 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from runtime.base.images import ImageInfo
+from runtime.base.images import Image, ImageInfo
+from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError
-from runtime.core.plan import StepPlan
+from runtime.core.plan import Encoding, StepPlan
 from runtime.kernels.numerics import Numerics
 from runtime.models.forward_batch import Embeds
-from runtime.worker.extras import Copies, RunnerParts
+from runtime.worker.extras import Copies, RunnerParts, Take
 from runtime.worker.sources import ModelSource, Tower, image_info
 
 
 class RunnerImages:
     """An ImageEncoder: the tower of a model, and its pool."""
 
-    def __init__(self, tower: Tower, info: ImageInfo, width: int, numerics: Numerics) -> None:
-        """`width` counts the elements of an embedding."""
-        self.tower, self.info = tower, info
-        self._shape, self._numerics = (info.pool_rows, width), numerics
-        self.pool = torch.empty((0, width), dtype=numerics.dtype, device=numerics.device)
+    def __init__(self, tower: Tower, info: ImageInfo, spec: TowerSpec, numerics: Numerics) -> None:
+        self.tower, self.info, self._side = tower, info, spec.patch_size * spec.merge
+        self._shape, self._numerics = (info.pool_rows, spec.width), numerics
+        self.pool = torch.empty((0, spec.width), dtype=numerics.dtype, device=numerics.device)
 
     @classmethod
     def of(cls, parts: RunnerParts) -> RunnerImages | None:
@@ -35,19 +35,23 @@ class RunnerImages:
         info, spec, numerics = image_info(parts.source, parts.config), parts.source.tower, parts.decoder.numerics
         if info is None or spec is None:
             return None
-        return cls(parts.source.load_tower(numerics), info, spec.width, numerics)
+        return cls(parts.source.load_tower(numerics), info, spec, numerics)
 
     def open(self) -> None:
         """Allocate the pool."""
         dtype, device = self._numerics.dtype, self._numerics.device
         self.pool = torch.zeros(self._shape, dtype=dtype, device=device)
 
-    def read_weights(self, source: ModelSource) -> None:
+    def read_weights(self, source: ModelSource, take: Take) -> None:
         """Read the tower again, after an update of the weights."""
-        self.tower = source.load_tower(self._numerics)
+        self.tower = take(self.tower, source.load_tower(self._numerics))
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         return replace(info, images=self.info)
+
+    def smallest(self) -> Encoding:
+        side = self._side
+        return Encoding(Image(b"", ((side, side),), bytes(3 * side * side)), 0, 1)
 
     def embeds(self, plan: StepPlan, firsts: np.ndarray, copies: Copies) -> Embeds | None:
         for encoding in plan.encodings:

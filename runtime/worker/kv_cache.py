@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.step.state_rows import ConvState, DeltaState
+from runtime.kernels.tier.block_runs import BlockRuns
 from runtime.worker.state_cache import StateCache
 
 
@@ -61,6 +63,10 @@ class KVCache:
         """Zero these blocks in all layers."""
         self._blocks.clear(blocks)
 
+    def runs(self, group: int) -> list[BlockRuns]:
+        """The memory of a group's blocks: values, then scales. The block size is a multiple of 8."""
+        return self._blocks.runs(group)
+
 
 class _EqualBlocks:
     """Blocks for groups with one shape. A head's blocks lie side by side."""
@@ -74,7 +80,8 @@ class _EqualBlocks:
         scale_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        group, num_layers = spec.groups[0], max(len(g.layers) for g in spec.groups)
+        group, self._num_layers = spec.groups[0], [len(g.layers) for g in spec.groups]
+        num_layers = max(self._num_layers)
         shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
         self.factors = [1] * len(spec.groups)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
@@ -85,6 +92,15 @@ class _EqualBlocks:
     def layer(self, group: int, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values and the scales of a layer, by its index in its group."""
         return self._values[place], None if self._scales is None else self._scales[place]
+
+    def runs(self, group: int) -> list[BlockRuns]:
+        """Blocks are the third last dimension. A run is a block of one head."""
+        found = []
+        for x in (self._values, *(() if self._scales is None else (self._scales,))):
+            run = _num_words(x, *x.shape[-2:])
+            num_runs = self._num_layers[group] * math.prod(x.shape[1:-3])
+            found.append(BlockRuns(_words(x), num_runs, run, x.shape[-3] * run, run))
+        return found
 
     def clear(self, blocks: torch.Tensor | slice | int) -> None:
         self._values[:, :, :, blocks] = 0
@@ -129,6 +145,27 @@ class _MixedBlocks:
         run = 2 * self._size  # a key's scale and a value's lie at the key's place
         return values, self._scales[factor].as_strided((*shape[1:-1], 2), (run, run, 2, 1), first * run)
 
+    def runs(self, group: int) -> list[BlockRuns]:
+        own, values = self._groups[group], self._values
+        num_layers, rows = len(own.layers), own.num_kv_heads * self._size
+        run = _num_words(values, num_layers * 2 * rows, own.head_dim)
+        found = [BlockRuns(_words(values), 1, run, 0, _num_words(values, values.shape[1]))]
+        if self._scales:
+            scales = self._scales[self.factors[group]]
+            run = _num_words(scales, rows, 2)  # the places of values' scales are not used
+            found.append(BlockRuns(_words(scales), num_layers, run, 2 * run, _num_words(scales, scales.shape[1])))
+        return found
+
     def clear(self, blocks: torch.Tensor | slice | int) -> None:
         for each in (self._values, *self._scales.values()):
             each[blocks] = 0
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory, [n] int64."""
+    return x.view(-1).view(torch.int64)
+
+
+def _num_words(x: torch.Tensor, *shape: int) -> int:
+    """The words of `shape` elements."""
+    return math.prod(shape) * x.itemsize // 8

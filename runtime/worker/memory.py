@@ -32,6 +32,9 @@ _MOST_SNAPSHOTS = 1024  # an eviction looks at all snapshots
 _SNAPSHOT_SHARE = 0.25  # share of the KV cache's memory for state snapshots
 _TILES_AT_ONCE = 8  # tiles that a GPU encodes at a time (models/towers/tower.py)
 _LIBRARY_BYTES = 1 << 30  # libraries loaded later, and graph memory besides tensors
+_STAGING_BYTES = 128 << 20  # a GPU's memory for blocks on their way to and from a tier
+_STAGING_SHARE = 1 / 16  # the largest share of the KV cache's memory for it
+_PAGE_BYTES = 4096  # a tier's slots have whole pages, so that a GPU's driver can pin them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class MemoryPlan:
     updates: int  # room for a second copy of the weights, if weight_updates on a GPU
     tower: int  # the image encoder's weights
     images: int  # the pool of embeddings, and what the largest image's encoding needs beyond `working`
+    staging: int  # a GPU's memory for copies to and from a tier
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
@@ -70,6 +74,7 @@ class MemoryPlan:
             ("new weights", self.updates, "weight_updates"),
             ("image encoder", self.tower, "images"),
             ("images", self.images, "image_pool_tokens, max_image_tokens"),
+            ("copies of the KV tier", self.staging, "kv_tier_memory"),
         ]  # fmt: skip
         needed = " + ".join(f"{name} {_gib(size)}{why and f' ({why})'}" for name, size, why in parts if size)
         return (
@@ -81,7 +86,7 @@ class MemoryPlan:
     def total(self) -> int:
         """The bytes of all parts."""
         parts = self.weights, self.kv, self.working, self.states, self.graphs, self.adapters, self.updates
-        return sum(parts) + self.tower + self.images
+        return sum(parts) + self.tower + self.images + self.staging
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
         """The plan with this number of blocks in the KV cache."""
@@ -110,7 +115,9 @@ def plan_memory(
     adapters = _adapter_bytes(config, spec, numerics, num_tokens)
     encoder, images = _image_bytes(config, tower, numerics, working)
     updates = _update_bytes(config, spec, numerics, encoder)
-    room = available - weights - working - graphs - adapters - updates - encoder - images
+    slot_bytes = tier_slot_bytes(kv_cache, config.block_size)
+    staging = _staging_bytes(slot_bytes) if has_tier(config) and numerics.device.type == "cuda" else 0
+    room = available - weights - working - graphs - adapters - updates - encoder - images - staging
     states, num_states = 0, 0
     if (state_spec := kv_cache.states) is not None:
         max_num_seqs = _seqs_with_states(state_spec, max_num_seqs, room)
@@ -146,16 +153,34 @@ def plan_memory(
         max_model_len = wanted or min(spec.max_positions, capacity)
         largest = kv_cache.most_tokens(room // block_bytes - 1, block_size, num_tokens)
     kv = kv_cache.total_bytes(num_blocks, block_size)
+    staging = min(staging, _staging_bytes(slot_bytes, kv))
     largest = max(min(spec.max_positions, largest), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images, available
-    plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
+    sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images
+    plan = MemoryPlan(*sizes, staging, available, block_size, num_blocks, num_states, *limits, largest)
     _check_total(plan, "num_kv_blocks" if config.num_kv_blocks else flag)
     if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
     return plan
+
+
+def has_tier(config: EngineConfig) -> bool:
+    """True if the settings request a tier, which keeps blocks in the host's memory."""
+    is_paged = config.prefix_cache and config.kv_layout == "paged" and config.block_size % 8 == 0
+    return config.kv_tier_name is not None and config.kv_tier_memory != 0 and is_paged
+
+
+def tier_slot_bytes(kv_cache: KVCacheSpec, block_size: int) -> int:
+    """Bytes in a tier's slot, which holds any group's block."""
+    return -(-kv_cache.bytes_per_block(block_size) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _staging_bytes(slot_bytes: int, kv: int | None = None) -> int:
+    """Four equal parts, one for each copy that runs at a time. `kv` has the cache's bytes."""
+    size = _STAGING_BYTES if kv is None else min(_STAGING_BYTES, int(kv * _STAGING_SHARE))
+    return 4 * slot_bytes * max(1, size // (4 * slot_bytes))
 
 
 def _check_total(plan: MemoryPlan, lower: str) -> None:
@@ -205,7 +230,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, the memory next to the largest step. Raises CallboardError if the plan
     needs more."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
-    fits = (room - plan.graphs - plan.updates - plan.images) // block_bytes
+    fits = (room - plan.graphs - plan.updates - plan.images - plan.staging) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     chunk = plan.max_num_batched_tokens if config.chunked_prefill else plan.max_model_len
     context_blocks = plan.kv_cache.most_blocks(plan.max_model_len, plan.block_size, chunk)

@@ -40,6 +40,7 @@ from runtime.worker.extras import (
     RunnerParts,
     SleepMemory,
     StepExtra,
+    Take,
     UpdateParts,
     WeightUpdates,
 )
@@ -100,6 +101,7 @@ class ModelRunner:
         """Reach the other ranks by their handles, plan the memory, and read the weights. Returns what this rank can
         serve. The ranks of a group may differ only in `num_kv_blocks`."""
         config, spec, numerics, group = self.config, self.spec, self.numerics, self._group
+        self._handles = handles
         group.connect(handles)
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         if numerics.device.type == "cpu":
@@ -123,6 +125,7 @@ class ModelRunner:
             self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
             parts = RunnerParts(config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
             self.images = None if self._plugged.images is None else self._plugged.images(parts)
+        self.tier = None if self._plugged.tier is None else self._plugged.tier(parts)
         self._make_extras(parts)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
@@ -143,6 +146,10 @@ class ModelRunner:
             with self._cache_memory():
                 self.images.open()
         self.steps = self._make_steps(num_kv_blocks, self._cache_memory())
+        if self.tier is not None:
+            with self._cache_memory():
+                self.tier.open(self.steps.cache, self.memory.staging, self._handles, self._group.barrier)
+            self.steps.copier = self.tier
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe()
         self._group.barrier()  # all ranks have their cache
@@ -194,7 +201,9 @@ class ModelRunner:
         )
         for extra in self.extras:
             info = extra.describe(info)
-        return info if self.images is None else self.images.describe(info)
+        for part in (self.images, self.tier):
+            info = info if part is None else part.describe(info)
+        return info
 
     def _make_steps(self, num_blocks: int, room: AbstractContextManager[None] | None = None) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
@@ -253,6 +262,8 @@ class ModelRunner:
         """Give memory back until `wake`, if `sleep_mode` and the device allow it. Plans must not arrive meanwhile."""
         if self._sleep_memory is not None:
             start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+            if self.tier is not None:
+                self.tier.reset()  # no copy may be in flight
             self._sleep_memory.give_back()
             size, seconds = torch.cuda.mem_get_info()[0] - free, time.perf_counter() - start
             logger.info("asleep: %.2f GiB given back in %.2f s", size / (1 << 30), seconds)
@@ -286,13 +297,13 @@ class ModelRunner:
         """The decoder is about to take new weights."""
         self.steps.drop_tapes()
 
-    def _weights_changed(self, source: ModelSource | None) -> None:
+    def _weights_changed(self, source: ModelSource | None, take: Take) -> None:
         """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
         for extra in (*self.extras, self.images):
             if source is not None and isinstance(extra, ReadsWeights):
-                extra.read_weights(source)
+                extra.read_weights(source, take)
 
     def update_weights(self, version: WeightVersion) -> str:
         """Take the staged weights between two steps. Returns the model's new fingerprint."""

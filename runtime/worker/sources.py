@@ -101,7 +101,7 @@ def image_info(source: ModelSource, config: EngineConfig) -> ImageInfo | None:
         return None
     assert config.max_image_tokens is not None, "`config` is not sized for a device"
     stays_whole, pool_rows = source.spec.whole_images, config.image_pool_tokens
-    return ImageInfo(source.image_token_id, pool_rows, stays_whole, config.max_image_tokens)
+    return ImageInfo(source.image_token_id, pool_rows, config.max_image_tokens, stays_whole)
 
 
 class CheckpointSource:

@@ -16,6 +16,7 @@ import torch
 
 from runtime.base.kv_cache_spec import RING, StateGroupSpec
 from runtime.kernels.step.state_rows import ConvState, DeltaState
+from runtime.kernels.tier.block_runs import BlockRuns
 
 
 class StateCache:
@@ -53,3 +54,8 @@ class StateCache:
     def copy(self, source: int, target: int) -> None:
         """Copy a row, in all layers."""
         self.rows[target].copy_(self.rows[source])
+
+    def runs(self, part: int, slot_words: int) -> BlockRuns:
+        """All rows' memory for one part. A part fills a slot, and the last one may be shorter."""
+        words, size = self.rows.view(torch.int64).view(-1), self.rows.shape[1] // 8
+        return BlockRuns(words, 1, min(slot_words, size - part * slot_words), 0, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
-from runtime.worker.extras import Copies, ImageEncoder, MaskSource, ReportWriter, SlotKeeper, StepExtra
+from runtime.worker.extras import BlockCopier, Copies, ImageEncoder, MaskSource, ReportWriter, SlotKeeper, StepExtra
 from runtime.worker.image_positions import ImagePositions
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.slot_sampling import SlotSampling
@@ -21,7 +22,8 @@ from runtime.worker.slot_sampling import SlotSampling
 class Steps(ABC):
     """Runs plans in the order that runtime/core/plan.py promises:
 
-    free slots -> open slots -> write block tables -> run rows -> sample -> keep the tokens in their slots
+    free slots -> open slots -> write block tables -> start transfers -> run rows -> sample
+    -> keep the tokens in their slots
     """
 
     asynchronous: ClassVar[bool]  # a step runs while the host does something else
@@ -41,19 +43,27 @@ class Steps(ABC):
         self.num_slots, self.max_model_len = num_slots, max_model_len
         self.extras, self.masks, self.encoder = extras, masks, encoder
         self.images = ImagePositions(decoder.spec, num_slots)
+        self.copier: BlockCopier | None = None  # set for a model with a tier, once the cache is allocated
 
     @abstractmethod
     def reset(self) -> None:
         """Forget all requests."""
         for keeper in self._keepers():
             keeper.reset()
+        if self.copier is not None:
+            self.copier.reset()
 
     def drop_tapes(self) -> None:  # noqa: B027
         """Forget what holds the decoder's weights themselves; addresses may stay."""
 
-    @abstractmethod
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step. The returned function waits for its result; on a CPU it computes the step."""
+        wait = self._launch(plan)
+        return wait if self.copier is None else partial(_with_transfers, wait, self.copier, not len(plan.slots))
+
+    @abstractmethod
+    def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """`launch`, without the transfers that have ended."""
 
     def _keepers(self) -> list[SlotKeeper]:
         return [self.sampler, self.images, *self.extras, *(() if self.masks is None else (self.masks,))]
@@ -80,6 +90,18 @@ class Steps(ABC):
             if new.snapshot:
                 assert self.cache.states is not None
                 self.cache.states.copy(new.snapshot, new.state)
+
+    def _start_transfers(self, plan: StepPlan) -> None:
+        if plan.stores is not None or plan.loads is not None:
+            assert self.copier is not None, "the engine plans transfers only for a model with a tier"
+            self.copier.start(plan)
+
+
+def _with_transfers(wait: Callable[[], StepResult], copier: BlockCopier, is_rowless: bool) -> StepResult:
+    """The result of a step, with the transfers that have ended."""
+    result = wait()
+    copier.report(result, is_rowless)
+    return result
 
 
 def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[ReportWriter]) -> StepResult:

@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.base.sampling_fields import Effect, table_of
 from runtime.base.types import Grammar, SamplingParams
-from runtime.core.plan import NewSlot, StepPlan
+from runtime.core.plan import Encoding, NewSlot, StepPlan
 from runtime.worker.memory import MemoryPlan
 from runtime.worker.steps import Steps
 
@@ -66,6 +66,8 @@ class WarmUp:
         if self.makes_vectors:
             for length in (1, 32):
                 self._run_prompts([min(length, self.longest_prompt)], SamplingParams(max_tokens=1, pooled=True))
+        if (encoder := self.steps.encoder) is not None:
+            self._run_prompts([2], SamplingParams(), image=encoder.smallest())
         logger.info("kernels: built and run once")
 
     def large_step_us(self) -> float:
@@ -86,13 +88,18 @@ class WarmUp:
         latency_us = max(0.0, latency_us) if self.steps.asynchronous else 0.0
         return tuple(zip(sizes, rising, strict=True)), latency_us
 
-    def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0) -> None:
-        """Run a step of prompts. Only the first has these parameters and the adapter; the others are plain."""
+    def _run_prompts(
+        self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0, image: Encoding | None = None
+    ) -> None:
+        """Run a step of prompts. Only the first has these parameters, the adapter and the image; others are plain."""
         slots, zeros = np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32)
         new = [NewSlot(slot, np.zeros(1, np.int32), length, 0, SamplingParams()) for slot, length in enumerate(lengths)]
         new[0] = NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)
         counts = np.array(lengths, np.int32)
         plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1)
+        if image is not None:
+            plan.encodings, plan.embeds = [image], np.array([[0], [image.row], [image.num_rows]], np.int32)
+            new[0].spans = np.array([[0, image.num_rows, 1, 1, image.num_rows]], np.int32)
         self.steps.launch(plan)()
 
     def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -16,29 +17,31 @@ _AHEAD = 8
 class RandomImages:
     """JPEG pictures as data URLs. No two are equal.
 
-    A thread draws them ahead, so that requests do not wait for it."""
+    Another process draws them ahead, so that requests do not wait for it."""
 
     def __init__(self, width: int, height: int, count: int) -> None:
         """`count` pictures a request."""
         self._width, self._height, self._count = width, height, count
         self._ahead: deque[Future[tuple[str, ...]]] = deque()
-        self._thread = ThreadPoolExecutor(1)
+        self._process = ProcessPoolExecutor(1, get_context("spawn"))
 
     def draw(self, rng: np.random.Generator) -> tuple[str, ...]:
         while len(self._ahead) <= _AHEAD:
-            urls = self._thread.submit(self._urls, int(rng.integers(1 << 62)))
+            urls = self._process.submit(_urls, self._width, self._height, self._count, int(rng.integers(1 << 62)))
             self._ahead.append(urls)
         urls = self._ahead.popleft()
         return urls.result()
 
-    def _urls(self, seed: int) -> tuple[str, ...]:
-        rng = np.random.default_rng(seed)
-        return tuple(self._url(rng) for _ in range(self._count))
 
-    def _url(self, rng: np.random.Generator) -> str:
-        from PIL import Image
+def _urls(width: int, height: int, count: int, seed: int) -> tuple[str, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(_url(width, height, rng) for _ in range(count))
 
-        shape = (-(-self._height // _BLOCK), -(-self._width // _BLOCK), 3)
-        picture = Image.fromarray(rng.integers(0, 256, shape, np.uint8)).resize((self._width, self._height))
-        picture.save(file := io.BytesIO(), "JPEG", quality=85)
-        return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+def _url(width: int, height: int, rng: np.random.Generator) -> str:
+    from PIL import Image
+
+    shape = (-(-height // _BLOCK), -(-width // _BLOCK), 3)
+    picture = Image.fromarray(rng.integers(0, 256, shape, np.uint8)).resize((width, height))
+    picture.save(file := io.BytesIO(), "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

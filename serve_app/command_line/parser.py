@@ -16,12 +16,11 @@ from serve_app.command_line.config_file import read_words
 _WIDTH = 80
 _DEFAULT = "(default: "
 _COLUMN = 28  # where a flag's text begins in the short help
-_STOP = "Ctrl-C in the terminal of `callboard serve` ends a server"
 _PATH = "a model is a name, a folder or a file, which `callboard serve` takes as it is"
 _OTHER_NAMES = {  # other programs' commands, with ours for the same thing or a sentence
     "run": "chat or serve", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate",
     "show": "inspect", "info": "inspect", "list": "ls", "check": "doctor", "benchmark": "bench", "download": "pull",
-    "remove": "rm", "delete": "rm", "help": "--help", "version": "--version", "stop": _STOP, "kill": _STOP,
+    "remove": "rm", "delete": "rm", "help": "--help", "version": "--version", "kill": "stop",
     "ps": "`callboard serve` runs in a terminal, and GET /api/ps of its server lists the model",
     "create": _PATH, "cp": _PATH, "push": _PATH,
 }  # fmt: skip

@@ -41,7 +41,7 @@ SUBJECTS = {
     "memory": Subject(
         "the context, the KV cache and their memory",
         ("max_model_len", "gpu_memory_utilization", "kv_cache_memory", "num_kv_blocks", "block_size", "kv_layout",
-         "prefix_cache"),
+         "prefix_cache", "kv_tier_memory", "kv_tier_folder", "kv_tier_name"),
     ),
     "engine": Subject(
         "how requests share steps: policies, which change speed or memory, and tokens at most by rounding",

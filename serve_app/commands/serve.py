@@ -98,8 +98,9 @@ def _model(args: argparse.Namespace) -> tuple[EngineConfig, tuple[str, ...], Sca
     if config.chat_template is not None:
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
     config = replace(config, lora=tuple(f"{name}={absolute(path)}" for name, path in config.adapters.items()))
-    if config.weight_store is not None:
-        config = replace(config, weight_store=os.path.abspath(config.weight_store))
+    for name in ("weight_store", "kv_tier_folder"):
+        if (folder := getattr(config, name)) is not None:
+            config = replace(config, **{name: os.path.abspath(folder)})
     scaling = {f.name: getattr(args, f.name) for f in fields(ScalingSettings)}
     return config, tuple(args.served_model_name or ()), checked(ScalingSettings, **scaling)
 

@@ -3,9 +3,18 @@
 export const share = value => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
 export const rounded = value => value.toFixed(value < 10 ? 1 : 0);
 
+const short = value => new Intl.NumberFormat('en', { notation: 'compact' }).format(value);
+
 export function duration(seconds) {
   if (seconds === Infinity) return 'the largest bucket';
   return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+}
+
+/** Bytes in the unit that gives the shortest number. */
+export function size(bytes) {
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(bytes || 1) / 10)));
+  const value = bytes / 1024 ** power;
+  return `${value.toFixed(power && value < 10 ? 1 : 0)} ${['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}`;
 }
 
 /**
@@ -52,6 +61,34 @@ export const FIGURES = [
       if (!asked) return null;
       const found = now.since(from, hits);
       return { value: found / asked, text: share(found / asked), caption: `of ${asked} prompt tokens were known` };
+    },
+  },
+  {
+    id: 'tier',
+    title: 'KV tier',
+    isOptional: true,
+    format: size,
+    about: 'Memory of the machine that outlives engines. A prompt whose beginning is there is loaded, if that is quicker than to compute it.',
+    read({ now }) {
+      const [used, most] = ['callboard:kv_tier_used_bytes', 'callboard:kv_tier_size_bytes'].map(name => now.largest(name));
+      if (!most) return null;
+      const damaged = now.sum('callboard:kv_tier_damaged_total');
+      const lost = damaged ? `, ${damaged} damaged ${damaged > 1 ? 'entries' : 'entry'} left out` : '';
+      return { value: used, text: size(used), caption: `of ${size(most)}${lost}` };
+    },
+  },
+  {
+    id: 'tier-hits',
+    title: 'From the tier',
+    isOptional: true,
+    format: short,
+    about: 'Prompt tokens that were loaded and not computed. Loads that are under way delay no other request.',
+    read({ now }) {
+      if (!now.largest('callboard:kv_tier_size_bytes')) return null;
+      const [tokens, loads] = [now.sum('callboard:kv_tier_hit_tokens_total'), now.sum('callboard:kv_tier_loads_in_flight')];
+      const saved = now.sum('callboard:kv_tier_saved_seconds_total');
+      const caption = `${duration(saved)} of computing saved since the start, ${loads} load${loads === 1 ? '' : 's'} under way`;
+      return { value: tokens, text: short(tokens), caption };
     },
   },
   {

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import random
 import re
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -88,6 +89,39 @@ def check(process: Process) -> None:
             f"Process {process.pid} is not a {process.role} of the application {process.application!r}; it received "
             "no signal."
         )
+
+
+# ---- a server by its port --------------------------------------------------------------------------------------------
+
+SERVER_NAME = "callboard/{host}:{port}"  # name of the Unix socket that each `callboard serve` holds
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """The main process of a `callboard serve`."""
+
+    pid: int
+    descriptor: int
+
+    def stop(self) -> None:
+        """Let running requests end, as Ctrl-C does, and wait for the end of the process."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGTERM)
+            select.select([self.descriptor], [], [])
+        os.close(self.descriptor)
+
+
+def server_at(port: int) -> ServerProcess | None:
+    """Return this user's `callboard serve` on a port of this machine; None without one."""
+    prefix, suffix = f"@{SERVER_NAME.partition('{')[0]}", f":{port}"
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = {f"socket:[{f[6]}]" for f in lines if len(f) > 7 and f[7].startswith(prefix) and f[7].endswith(suffix)}
+    holders = [pid for pid in _own_processes() if names & _descriptors(pid)] if names else []
+    children = children_of_all()
+    for pid in set(holders).difference(*(children.get(pid, []) for pid in holders)):  # forks hold it, too
+        with suppress(ProcessLookupError):
+            return ServerProcess(pid, os.pidfd_open(pid))
+    return None
 
 
 # ---- from a port to its Ray ------------------------------------------------------------------------------------------

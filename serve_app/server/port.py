@@ -20,6 +20,7 @@ from typing import Any
 
 from actors.ray.haproxy import answer
 from runtime.base.types import CallboardError
+from serve_app.processes.application_processes import SERVER_NAME
 from serve_app.processes.process_tree import News
 
 _MAX_HEADERS_BYTES = 1 << 16
@@ -127,7 +128,7 @@ def reserved_port(host: str, port: int) -> Iterator[Port]:
     process."""
     with socket.socket(socket.AF_UNIX) as name:
         try:
-            name.bind(f"\0callboard/{host}:{port}")
+            name.bind("\0" + SERVER_NAME.format(host=host, port=port))
         except OSError as e:
             raise _port_error(host, port, "another callboard serve starts or runs there") from e
         try:

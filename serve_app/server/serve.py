@@ -83,6 +83,7 @@ def _serve_in_child(
     console.report(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     drain(settings, folder, parent)
     haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
+    _report_tiers(settings, console)
 
 
 def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -> None:
@@ -93,6 +94,17 @@ def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -
         console.announce(line)
     if advice := next_step.line():
         console.report(advice)
+
+
+def _report_tiers(settings: ServerSettings, console: Console) -> None:
+    """Print a line if KV blocks stay in memory for the next start."""
+    from runtime.tier.place import base_folder, stored_regions
+
+    names = {model.config.kv_tier_name or APP_NAME for model in settings.models}
+    if num_bytes := sum(region.num_bytes for name in names for region in stored_regions(base_folder(), name)):
+        console.report(
+            f"The KV tier keeps {num_bytes / (1 << 30):.2f} GiB for the next start; `callboard stop --forget` frees it."
+        )
 
 
 def _report_generic_tools(settings: ServerSettings, console: Console) -> None:

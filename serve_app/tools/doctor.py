@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.loading.resolve import cache_folder
+from runtime.tier.place import base_folder, default_bytes, stored_regions
 from runtime.worker.cpu.cores import available_cores
 from serve_app.processes.application_processes import processes_of
 from serve_app.server.announcement import NETWORK_S, unreachable
@@ -135,6 +136,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield memory(_meminfo()["MemAvailable"])
     shared = os.statvfs("/dev/shm")
     yield shared_memory(shared.f_bavail * shared.f_frsize)
+    yield kv_tier("cuda" if nvidia_smi else "cpu", base_folder(), _meminfo()["MemAvailable"])
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield haproxy()
     yield from model_caches()
@@ -249,6 +251,18 @@ def shared_memory(available: int) -> Finding:
     text = f"{available / _GIB:.2f} GiB free in /dev/shm"
     fix = f"Ray needs {_MIN_SHARED_BYTES >> 20} MiB there; in a container, start it with --shm-size=1g."
     return _checked(available >= _MIN_SHARED_BYTES, "shared memory", text, fix)
+
+
+def kv_tier(device: str, base: Path, available: int) -> Finding:
+    """Report the default size of the tier, and the memory that regions of earlier servers take."""
+    size, regions = default_bytes(device, base, available), stored_regions(base)
+    stored = f"{len(regions)} stored, {sum(region.num_bytes for region in regions) / _GIB:.2f} GiB"
+    text = f"{size / _GIB:.2f} GiB by default in {base}" if size else f"off by default: {base} has too little room"
+    fix = (
+        "to keep KV blocks for the next start, give a container a larger --shm-size, such as 8g; or set CALLBOARD_TIER "
+        "to another folder."
+    )
+    return _checked(size > 0, "KV tier", f"{text}; {stored}", fix, "warn")
 
 
 def open_files(soft: int, hard: int) -> Finding:

@@ -75,6 +75,22 @@ def test_images_reach_every_rank_before_their_plan(monkeypatch, host, num_ranks)
             wait_until(lambda runner=runner: runner.executed == [0, 1, 2])
 
 
+def test_an_image_costs_the_step_thread_a_few_copies():
+    """The step thread hands pixels over: it copies them once, and the kernel does."""
+    image, times = image_of(0, 12 << 20), []
+    with Group(1) as group:
+        for number in range(8):
+            image = Image(number.to_bytes(16), image.sizes, image.pixels)
+            begin = time.thread_time()
+            bytearray(image.pixels)
+            copied = time.thread_time()
+            group.executor.submit(plan_of(number, images=[image]))
+            times.append((copied - begin, time.thread_time() - copied))
+            group.executor.collect()
+    copy, submit = (min(each) for each in zip(*times, strict=True))
+    assert submit < 10 * copy
+
+
 @HOSTS
 def test_large_results_and_large_plans_do_not_block_each_other(host):
     """Rank 0 cannot write its result until the engine reads, the engine cannot write its plan until rank 0 reads."""

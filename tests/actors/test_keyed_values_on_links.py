@@ -26,7 +26,7 @@ CONFIG = EngineConfig(block_size=4, max_num_seqs=16)
 GRAMMARS = [Grammar(f"key {i}", f"{i}" * 100_000, "") for i in range(3)]
 EMBEDDING = 40_000  # bytes of pixels for each
 IMAGES = [Image(bytes([i]) * 16, ((200, 200),), bytes([i]) * 3 * EMBEDDING) for i in range(3)]
-IMAGE_INFO = replace(INFO, images=ImageInfo(IMAGE, 6))  # two images
+IMAGE_INFO = replace(INFO, images=ImageInfo(IMAGE, 6, 6))  # two images
 KINDS = pytest.mark.parametrize("values", [GRAMMARS, IMAGES], ids=["grammars", "images"])
 
 

@@ -313,8 +313,8 @@ class FullSocket:
 
     backlog = 0
 
-    def write(self, data) -> None:
-        self.backlog += len(data)
+    def writelines(self, parts) -> None:
+        self.backlog += sum(map(len, parts))
 
     def get_write_buffer_size(self) -> int:
         return self.backlog

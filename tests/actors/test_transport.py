@@ -32,7 +32,7 @@ def pair(kind: str) -> tuple[transport.FrameSocket, transport.FrameSocket]:
 
 
 KINDS = pytest.mark.parametrize("kind", ["unix", "tcp"])
-chunks = st.builds(lambda n, more: max(0, n * transport._CHUNK + more), st.integers(0, 3), st.integers(-6, 2))
+chunks = st.builds(lambda n, more: max(0, n * transport._CHUNK + more), st.integers(0, 40), st.integers(-6, 2))
 
 
 @KINDS

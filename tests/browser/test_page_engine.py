@@ -51,6 +51,18 @@ vllm:request_queue_time_seconds_count{engine="1"} 10
 vllm:spec_decode_num_drafts_total{engine="1"} 100
 vllm:spec_decode_num_draft_tokens_total{engine="1"} 400
 vllm:spec_decode_num_accepted_tokens_total{engine="1"} 300
+callboard:kv_tier_used_bytes{engine="1"} 3435973837
+callboard:kv_tier_used_bytes{engine="2"} 3435973837
+callboard:kv_tier_size_bytes{engine="1"} 68719476736
+callboard:kv_tier_size_bytes{engine="2"} 68719476736
+callboard:kv_tier_hit_tokens_total{engine="1"} 121000
+callboard:kv_tier_hit_tokens_total{engine="2"} 4000
+callboard:kv_tier_saved_seconds_total{engine="1"} 9.3
+callboard:kv_tier_saved_seconds_total{engine="2"} 0.2
+callboard:kv_tier_damaged_total{engine="1"} 0
+callboard:kv_tier_damaged_total{engine="2"} 1
+callboard:kv_tier_loads_in_flight{engine="1"} 2
+callboard:kv_tier_loads_in_flight{engine="2"} 0
 callboard:grammar_waits_total{engine="1"} 5
 callboard:grammar_seconds_count{engine="1"} 3
 callboard:restarts_total{engine="1",actor="engine"} 0
@@ -89,8 +101,8 @@ def test_the_table_of_engines_is_in_view(visit, server):
     expect(page.locator("#engine tbody tr")).to_have_count(2)
     expect(page.locator("#engine tbody tr >> nth=1")).to_be_in_viewport(ratio=1)
     tops = page.locator("#figures button:visible").evaluate_all("all => all.map(e => e.getBoundingClientRect().top)")
-    assert len(tops) == 10
-    assert len(set(tops)) == 1  # one row
+    assert len(tops) == 12
+    assert len(set(tops)) == 2  # all optional figures together take a second row
 
 
 def test_the_view_explains_its_figures(visit, server):
@@ -110,6 +122,8 @@ def test_the_view_explains_its_figures(visit, server):
     assert card("kv") == "95 %, of the fullest engine, 4 places given up so far"
     assert card("prefix") == "63 %, of 1000 prompt tokens were known"
     assert card("draft") == "75 %, of 400 guesses were right: 4.0 tokens a step"
+    assert card("tier") == "3.2 GiB, of 64 GiB, 1 damaged entry left out"
+    assert card("tier-hits") == "125K, 9.5 s of computing saved since the start, 2 loads under way"
     assert card("grammars") == "2, of 5 wait for theirs"
     assert page.locator("#engine tbody tr").all_inner_texts() == ["1\t3\t1\t95 %\t–\t0\t2", "2\t1\t0\t50 %\t–\t0\t0"]
     assert page.inner_text("#refusals") == "Refused since the start: 6 because the queue was full."
@@ -122,6 +136,8 @@ def test_missing_figures_are_not_shown(visit, server):
     page.wait_for_selector("#engine-state:text('No engine tells its figures now')")
     assert not page.is_visible("#draft")
     assert not page.is_visible("#grammars")
+    assert not page.is_visible("#tier")
+    assert not page.is_visible("#tier-hits")
     page.click("#ttft")
     assert page.inner_text("#about span >> nth=0") == "none yet"
     idle = 'vllm:num_requests_running{engine="1"} 0\nvllm:num_requests_waiting{engine="1"} 0\n'

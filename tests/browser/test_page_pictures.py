@@ -47,7 +47,7 @@ def give(page, how: str, content: bytes, name: str = "sky.png", kind: str = "ima
 @pytest.fixture(scope="module")
 def served():
     server = Server(HttpSettings(max_images=3, max_image_bytes=MOST_BYTES))
-    server.engine.info = replace(server.engine.info, images=ImageInfo(MARK_ID, 4096))
+    server.engine.info = replace(server.engine.info, images=ImageInfo(MARK_ID, 4096, 4096))
     yield server
     server.close()
 

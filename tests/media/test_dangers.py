@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pickle
 import resource
 import struct
 import subprocess
@@ -14,11 +15,12 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from runtime.base.types import CallboardError
+from runtime.child import ChildPool
 from runtime.media import processor as processor_module
 from runtime.media.decode import decode
 from runtime.media.expand import PreparedImage
 from runtime.media.processor import ImageProcessor
-from runtime.media.source import ImageFault, ImageLimits, ImageSource
+from runtime.media.source import ImageFault, ImageLimits, ImageSource, TooManyPixels
 from tests.media.support import Letters, encoded, picture, rule
 
 QWEN = rule("qwen3_5", {"size": {"shortest_edge": 1024, "longest_edge": 1 << 24}}, image_token_id=7)
@@ -61,6 +63,10 @@ def frames(kind: str, count: int) -> bytes:
     (b"", "is not a PNG, JPEG, WebP, GIF or AVIF file"),
     (b"<svg xmlns='http://www.w3.org/2000/svg' width='8' height='8'/>", "is not a PNG"),
     (b"%PDF-1.7", "is not a PNG"),
+    (b"\0\0\0\x18ftypmp42" + bytes(99), "is a video, but models here read no videos; send some"),
+    (b"\x1a\x45\xdf\xa3" + bytes(99), "is a video"),
+    (b"RIFF\0\0\0\0AVI " + bytes(99), "is a video"),
+    (b"\0\0\0\x18ftypheic" + bytes(99), "is not a PNG"),
     (encoded(picture((8, 8)), "BMP"), "is not a PNG"),
     (encoded(picture((8, 8)), "TIFF"), "is not a PNG"),
     (encoded(picture((8, 8)), "ICO"), "is not a PNG"),
@@ -193,6 +199,16 @@ def test_a_limit_on_tokens_scales_down_or_refuses(detail: str):
         assert 80 < decode(data, QWEN, "auto", 1_000_000, 100).num_embeddings <= 100
 
 
+def test_a_picture_may_be_refused_rather_than_reduced():
+    data = encoded(picture((640, 960)))
+    assert decode(data, QWEN, "auto", 1_000_000, 600, may_shrink=False).num_embeddings == 600
+    with pytest.raises(
+        TooManyPixels, match=r"has 960 x 640 pixels, but the model sees 384 x 256 \(oversized"
+    ) as caught:
+        decode(data, QWEN, "auto", 1_000_000, 100, may_shrink=False)
+    assert pickle.loads(pickle.dumps(caught.value)).max_side == caught.value.max_side == 384
+
+
 # --- in the child
 
 
@@ -263,6 +279,18 @@ def test_limits_of_a_request():
     small.limits = ImageLimits(max_request_pixels=5000)
     with pytest.raises(CallboardError, match="have over 5,000 pixels after resizing"):
         small.prepare([ImageSource(data)] * 2)
+
+
+def test_a_child_is_ready_before_the_first_picture(monkeypatch):
+    pool = ChildPool(1, 768 << 20, 5, processor_module._warm_up)
+    monkeypatch.setattr(processor_module, "_CHILDREN", pool)
+    assert ImageProcessor.of(None, Letters(), ImageLimits()) is None
+    assert pool._num_children == 0, "a model without images starts none"
+    assert ImageProcessor.of(QWEN, Letters(), ImageLimits()) is not None
+    child = pool._idle.get(timeout=300)
+    assert child is not None
+    child.kill()
+    pool.close()
 
 
 def test_pillow_stays_in_the_child():

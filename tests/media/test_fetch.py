@@ -178,6 +178,7 @@ def test_data_urls(header: str):
     ("data:image/png,abc", "without base64"),
     ("data:image/png;base64", "without base64"),
     ("data:text/html;base64,abcd", "of type 'text/html'"),
+    ("data:video/mp4;base64,abcd", "of type 'video/mp4', but models here read no videos; send some of its frames"),
     ("data:image/png;base64,a*bc", "characters or a length"),
     ("data:image/png;base64,abcde", "characters or a length"),
     ("data:image/png;base64," + "a" * 2000, "has about 1,500 bytes, more than the limit of 1,000"),

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from runtime.base.types import CallboardError
-from runtime.media.families import image_rule
+from runtime.media.families import _FAMILIES, image_rule
 from runtime.media.resize import Area
-from tests.media.support import rule
+from tests.media.support import SIZES, rule
 
 CONFIG = {"model_type": "qwen3_5", "image_token_id": 99, "vision_config": {"patch_size": 16}}
 
@@ -44,6 +45,28 @@ def test_numbers_are_the_files(tmp_path):
     changed = image_rule(tmp_path)
     assert changed is not None
     assert (changed.std, changed.resize) == ((0.2,) * 3, found.resize)
+
+
+@pytest.mark.parametrize("model_type", sorted(_FAMILIES))
+def test_a_config_without_tokens_has_the_class_default(model_type: str):
+    config = AutoConfig.for_model(model_type)
+    assert rule(model_type).token_id == config.image_token_id
+
+
+@pytest.mark.parametrize("max_tokens", [1280, 4096])
+@pytest.mark.parametrize("model_type", sorted(_FAMILIES))
+def test_a_reduced_size_is_not_reduced_again(model_type: str, max_tokens: int):
+    """A client that scales a picture down to the longer side loses nothing more."""
+    found, num_reduced = rule(model_type), 0
+    for height, width in [*SIZES, (4000, 4000), (6000, 5000), (1000, 4000), (5000, 1200)]:
+        plan = found.resize.plan((height, width), "auto", max_tokens)
+        if (seen := plan.reduced((height, width), found.unit)) is not None:
+            num_reduced += 1
+            scale = max(seen) / max(height, width)
+            assert scale < 1
+            smaller = round(height * scale), round(width * scale)
+            assert found.resize.plan(smaller, "auto", max_tokens).reduced(smaller, found.unit) is None
+    assert num_reduced
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

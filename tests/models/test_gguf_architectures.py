@@ -124,6 +124,21 @@ def test_layers_with_the_delta_rule_survive_theexport_model(tmp_path, arch, kind
     assert (_logits(quantized, tokens) - want).norm() <= 1e-3 * want.norm()
 
 
+def test_glm4_with_sections_has_its_pairs_apart(tmp_path):
+    """Converters reorder rows of q and k in models that take images, so the logits are compared."""
+    model = _model("glm4", SMALL | {"head_dim": 12})
+    tokens = [i * 7 % 61 for i in range(40)]
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0, -1]
+    for name, x in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            turned, rest = x.data.unflatten(0, (-1, 12)).split(6, 1)
+            x.data = torch.cat((turned[:, ::2], turned[:, 1::2], rest), 1).flatten(0, 1)
+    metadata = {"glm4.rope.dimension_count": 6, "glm4.rope.dimension_sections": [1, 1, 1, 0]}
+    path = export(model, "glm4", tmp_path / "model.gguf", **metadata)
+    torch.testing.assert_close(_logits(path, tokens), want, rtol=1e-4, atol=1e-4)
+
+
 def test_experts_of_granite_survive_theexport_model(tmp_path):
     """The file's names of experts are not transformers', so the logits are compared."""
     multipliers = {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}

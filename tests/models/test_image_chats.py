@@ -59,6 +59,19 @@ def test_a_model_without_its_encoder_refuses_pictures(folder: Path):
         LLM(str(folder), device="cpu", dtype="float32", images="off").chat(about(picture(1)), GREEDY)
 
 
+def inputs_of(llm: LLM, chat: list[dict[str, Any]], **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A chat's token ids and its picture, as transformers takes them."""
+    ids, _, _, (span,) = llm._chat(chat, ChatOptions(**options))
+    pixels = np.frombuffer(span.image.pixels, np.uint8)
+    tiles = np.split(pixels, np.cumsum([3 * h * w for h, w in span.image.sizes])[:-1])
+    pictures = [tile.reshape(*size, 3) for tile, size in zip(tiles, span.image.sizes, strict=True)]
+    return torch.tensor([ids]), CASES["smolvlm"].inputs(tiny_tower(8), pictures)
+
+
+def theirs_in(folder: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
 def test_embeddings_of_pictures_equal_transformers(folder: Path):
     llm = LLM(str(folder), device="cpu", dtype="float32", pooling="last")
@@ -67,11 +80,24 @@ def test_embeddings_of_pictures_equal_transformers(folder: Path):
     assert np.array_equal(one, same)
     assert not np.allclose(one, other, atol=1e-4)
     assert np.allclose(llm.embed(chats[0])[0], one, atol=1e-5)
-    ids, _, _, (span,) = llm._chat(chats[0], ChatOptions(add_generation_prompt=False))
-    pixels = np.frombuffer(span.image.pixels, np.uint8)
-    tiles = np.split(pixels, np.cumsum([3 * h * w for h, w in span.image.sizes])[:-1])
-    pictures = [tile.reshape(*size, 3) for tile, size in zip(tiles, span.image.sizes, strict=True)]
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs = CASES["smolvlm"].inputs(tiny_tower(8), pictures)
-    want = theirs.model(input_ids=torch.tensor([ids]), **inputs).last_hidden_state[0, -1].numpy()
+    ids, inputs = inputs_of(llm, chats[0], add_generation_prompt=False)
+    want = theirs_in(folder).model(input_ids=ids, **inputs).last_hidden_state[0, -1].numpy()
     assert one @ want / np.linalg.norm(want) > 0.999999
+
+
+@pytest.mark.parametrize("penalty", [1.0, 99.0])
+@torch.no_grad()
+def test_repetition_penalty_counts_image_tokens(llm: LLM, folder: Path, penalty: float):
+    """The prompt's tokens of an image are repeated tokens, as for transformers. The bias makes the token probable."""
+    bias = 30.0
+    params = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=penalty, logit_bias=((MARK_ID, bias),)
+    )
+    (answer,) = llm.chat([about(picture(1))], params)
+    ids, inputs = inputs_of(llm, about(picture(1)))
+    want = theirs_in(folder).generate(
+        input_ids=ids, **inputs, do_sample=False, max_new_tokens=8, repetition_penalty=penalty,
+        sequence_bias={(MARK_ID,): bias},
+    )  # fmt: skip
+    assert answer.token_ids == want[0, ids.shape[1] :].tolist()
+    assert (MARK_ID in answer.token_ids) == (penalty == 1.0)

@@ -8,15 +8,22 @@ import pytest
 import torch
 
 from runtime.base.config import EngineConfig
+from runtime.base.images import ImageInfo
 from runtime.base.types import CallboardError
 from runtime.kernels.numerics import Numerics
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models.towers.specs import tower_spec
+from runtime.models.towers.tower import load_tower
 from runtime.worker.expected import expected_model
+from runtime.worker.images import RunnerImages
 from runtime.worker.memory import plan_memory
+from runtime.worker.warmup import WarmUp
 from tests.support.models.runner_driver import Driver, open_runner, tiny_runner
 from tests.support.models.specs import TINY
 from tests.support.models.tiny_images import TOKEN_ID, span_of, tiny_tower
-from tests.support.models.tower_cases import save_tower_model
+from tests.support.models.tower_cases import CASES, save_tower_model
 
+CPU = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 TOWER = tiny_tower(TINY.hidden_size)
 SPANS = (span_of(3, 1, 2, 3), span_of(11, 2, 1, 4))
 PROMPT = [5, 6, 7, *[TOKEN_ID] * 6, 8, 9, *[TOKEN_ID] * 4, 10]
@@ -79,6 +86,32 @@ def test_image_with_other_tokens_is_refused():
         driver.step((0, 0, 9, 1))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_smallest_image_has_one_embedding(case, tmp_path):
+    """The warm-up encodes it."""
+    save_tower_model(tmp_path, case)
+    checkpoint = open_checkpoint(tmp_path)
+    spec = tower_spec(checkpoint.config)
+    info = ImageInfo(TOKEN_ID, 8, 8)
+    images = RunnerImages(load_tower(checkpoint, spec, CPU), info, spec, CPU)
+    images.open()
+    smallest = images.smallest()
+    assert images.tower.encode(smallest.image, torch.from_numpy).shape == (smallest.num_rows, spec.width)
+    assert smallest.num_rows == 1
+
+
+def test_warm_up_encodes_an_image():
+    runner, plans = tiny_runner(tower=TOWER), []
+    launch, runner.steps.launch = runner.steps.launch, lambda plan: plans.append(plan) or launch(plan)
+    WarmUp(runner.steps, runner.memory).build_kernels(on_gpu=False)
+    (plan,) = [plan for plan in plans if plan.has_images]
+    assert [len(plan.encodings), *plan.embeds.flatten().tolist()] == [1, 0, 0, 1]
+    off, plans[:] = tiny_runner(tower=TOWER, images="off"), []
+    launch, off.steps.launch = off.steps.launch, lambda plan: plans.append(plan) or launch(plan)
+    WarmUp(off.steps, off.memory).build_kernels(on_gpu=False)
+    assert not any(plan.has_images for plan in plans)
+
+
 def test_images_off_leaves_the_tower_unread():
     on, off = (tiny_runner(tower=TOWER, images=images) for images in ("auto", "off"))
     assert (on.info.images.token_id, on.info.images.pool_rows, on.info.images.max_tokens) == (TOKEN_ID, 8192, 1280)
@@ -89,16 +122,15 @@ def test_images_off_leaves_the_tower_unread():
 
 
 def test_memory_plan_shows_the_encoder_and_the_pool():
-    numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
     config = EngineConfig(max_model_len=64, num_kv_blocks=9, image_pool_tokens=4096).sized_for("cpu")
-    plan = plan_memory(config, TINY, numerics, 1 << 30, TOWER)
+    plan = plan_memory(config, TINY, CPU, 1 << 30, TOWER)
     assert plan.tower == 4 * TOWER.num_weights
     assert plan.images >= 4096 * TINY.hidden_size * 4
     assert "image encoder 0.00 GiB (images) + images 0.00 GiB (image_pool_tokens, max_image_tokens)" in str(plan)
-    without = plan_memory(config, TINY, numerics, 1 << 30)
+    without = plan_memory(config, TINY, CPU, 1 << 30)
     assert "image" not in str(without)
     with pytest.raises(CallboardError, match="Too little memory; serve with images=off, lower num_kv_blocks"):
-        plan_memory(config, TINY, numerics, without.total + 1000, TOWER)
+        plan_memory(config, TINY, CPU, without.total + 1000, TOWER)
 
 
 def test_sizes_of_images_follow_the_device():

@@ -1,15 +1,17 @@
 """Image encoders against transformers, in fp32 on the CPU."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from runtime.base.images import ImageSpan
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.models.towers.specs import tower_spec
+from runtime.models.towers.specs import TOWERS, tower_spec
 from runtime.models.towers.tower import load_tower
 from tests.support.models.gguf_models import GEMMA4_METADATA
 from tests.support.models.mmproj_export import export_image_model
@@ -36,9 +38,20 @@ def test_features_equal_transformers(case, backend, tmp_path, record_property):
     assert worst < 2e-5
 
 
+@pytest.mark.parametrize("architecture", TOWERS)
+def test_keys_that_a_config_lacks_have_the_class_default(architecture):
+    stated = {"vision_config": {}, "mm_tokens_per_image": 49}
+    config = getattr(transformers, architecture).config_class(**stated)
+    complete = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+    text = {"hidden_size": 4096, "model_type": complete["text_config"]["model_type"]}
+    assert tower_spec(stated | {"architectures": [architecture], "text_config": text}) == tower_spec(
+        complete | {"text_config": text}
+    )
+
+
 WHOLE = (
-    "mistral3", "smolvlm", "qwen3.5", "qwen3-vl", "qwen3-vl, experts", "internvl", "gemma3", "gemma4",
-    "gemma4, inputs", "lfm2",
+    "mistral3", "smolvlm", "qwen3.5", "qwen3-vl", "qwen3-vl, experts", "glm4v", "glm4v, experts", "internvl", "gemma3",
+    "gemma4", "gemma4, inputs", "lfm2",
 )  # fmt: skip
 
 
@@ -65,7 +78,7 @@ def test_logits_after_two_images_equal_transformers(case, tmp_path, record_prope
         driver.step((0, len(tokens) - 1, 1, 1))
         logits.append(driver.logits[0])
     ids, inputs = torch.tensor([tokens]), kind.inputs(spec, pictures)
-    if case.startswith(("qwen", "gemma")):
+    if case.startswith(("qwen", "gemma", "glm")):
         inputs["token_type_ids" if case == "gemma3" else "mm_token_type_ids"] = (ids == IMAGE).long()
     with torch.no_grad():
         wanted = theirs(ids, **inputs).logits[0, prompt_len - 1 :]
@@ -77,6 +90,7 @@ def test_logits_after_two_images_equal_transformers(case, tmp_path, record_prope
 GGUF = {  # case -> architecture of its text, and metadata that only it has
     "gemma3": ("gemma3", {"gemma3.attention.sliding_window": 8}),
     "gemma4, clipped": ("gemma4", GEMMA4_METADATA),
+    "glm4v": ("glm4", {"glm4.rope.dimension_count": 8, "glm4.rope.dimension_sections": [1, 2, 1, 0]}),
     "lfm2": ("lfm2", {"lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6}),
     "mistral3": ("llama", {"llama.rope.freq_base": 1e4}),
     "qwen3-vl": ("qwen3vl", {"qwen3vl.rope.freq_base": 1e4, "qwen3vl.rope.dimension_sections": [4, 2, 2, 0]}),

@@ -41,13 +41,15 @@ def ray_session() -> Iterator[None]:
     it. Its workers are forks of a process that has imported their modules, like the workers of `callboard serve`."""
     import ray
 
-    sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
-    init_ray(num_cpus=4, _temp_dir=RAY_FOLDER)  # logical CPUs: they limit placement, not threads
-    sys.executable = own
-    yield
-    if serve := sys.modules.get("ray.serve"):
-        serve.shutdown()
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="tier-") as tier:
+        os.environ["CALLBOARD_TIER"] = tier
+        sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
+        init_ray(num_cpus=4, _temp_dir=RAY_FOLDER)  # logical CPUs: they limit placement, not threads
+        sys.executable = own
+        yield
+        if serve := sys.modules.get("ray.serve"):
+            serve.shutdown()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +73,7 @@ def private_ray(tmp_path: Path):
     directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
     ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
     inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
-    yield {**inherited, "HOME": str(tmp_path), **ray}
+    yield {**inherited, "HOME": str(tmp_path), "CALLBOARD_TIER": str(tmp_path / "tier"), **ray}
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -40,6 +40,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
+    args["kv_tier_memory"] = 0
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
     # As on a cluster (30 s), a replaced front is still reachable while HAProxy learns of the new one.
     variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}

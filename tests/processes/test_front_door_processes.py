@@ -40,6 +40,7 @@ def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):
     model = write_tiny_gguf(llama__context_length=1 << 18, llama__rope__freq_base=10000.0)
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
     flags = ["--port", str(port), "--num-threads", "1", "--kv-cache-memory", "0.1", "--num-fronts", "2"]
+    flags += ["--kv-tier-memory", "0"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=private_ray, cwd=ROOT)
     try:

@@ -13,7 +13,7 @@ def test_gemma3_writes_a_story_over_http(gemma3_path, serve_url):
 
     from callboard.app import AppArgs, build_app
 
-    settings = {"num_threads": 1, "kv_cache_memory": 0.1, "max_model_len": 512, "num_fronts": 1}
+    settings = {"num_threads": 1, "kv_cache_memory": 0.1, "kv_tier_memory": 0, "max_model_len": 512, "num_fronts": 1}
     serve.run(build_app(AppArgs(model=str(gemma3_path), **settings)), name="callboard")
     try:
         wait_for_model(serve_url, str(gemma3_path))

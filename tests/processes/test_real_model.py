@@ -63,6 +63,7 @@ def url(serve_url):
         dtype="float32",
         max_num_seqs=8,
         kv_cache_memory=0.2,
+        kv_tier_memory=0,
         max_model_len=1024,
     )
     serve.run(build_app(args), name="callboard")

@@ -28,6 +28,7 @@ def deploy(model: Path) -> None:
         "model": str(model),
         "deterministic": True,
         "kv_cache_memory": 0.1,
+        "kv_tier_memory": 0,
         "num_threads": 1,
         "max_num_seqs": ROWS,
     }

@@ -44,6 +44,7 @@ def url(serve_url, tiny_path):
         deterministic=True,
         max_num_seqs=8,
         kv_cache_memory=0.2,
+        kv_tier_memory=0,
         num_fronts=2,
     )
     serve.run(build_app(args), name="callboard")

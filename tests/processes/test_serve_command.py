@@ -25,6 +25,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
     config["http_options"]["port"] = port
     config["applications"][0]["name"] = "default"  # as `serve run callboard.app:build_app` has it
     config["applications"][0]["args"] |= {"model": str(tiny_path), "deterministic": True, "kv_cache_memory": 0.1}
+    config["applications"][0]["args"]["kv_tier_memory"] = 0
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
@@ -82,6 +83,7 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
     private_ray["PYTHONPATH"] = str(ROOT)
     port = str(quiet_port())
     flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    flags += ["--kv-tier-memory", "0"]
     command = [sys.executable, "-P", "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=tmp_path

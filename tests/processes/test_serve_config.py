@@ -20,7 +20,14 @@ def deploy(model: Path, num_rows: int, **scaling: Any) -> None:
 
     models = [{"model": str(model), "served_model_name": name} for name in ("a", "b")]
     models[0]["max_num_seqs"] = num_rows
-    engine = {"deterministic": True, "kv_cache_memory": 0.05, "num_threads": 1, "device": "cpu", "min_replicas": 1}
+    engine = {
+        "deterministic": True,
+        "kv_cache_memory": 0.05,
+        "kv_tier_memory": 0,
+        "num_threads": 1,
+        "device": "cpu",
+        "min_replicas": 1,
+    }
     application = {
         "name": APP,
         "route_prefix": "/",

@@ -63,6 +63,7 @@ def test_every_flag_reaches_its_field():
             "special_tokens_in_contents": True,
         "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
         "trainer_timeout_s": 99.5, "images": "off", "image_pool_tokens": 900, "max_image_tokens": 800,
+        "kv_tier_memory": 2.5, "kv_tier_folder": "/tier", "kv_tier_name": "mine",
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

@@ -119,11 +119,11 @@ def test_help_of_a_subject_or_a_part_of_a_name(capsys):
         ("srve", "there is no command 'srve'; did you mean serve?"),
         ("run tiny", "there is no command 'run'; did you mean chat or serve?"),
         ("list", "there is no command 'list'; did you mean ls?"),
-        ("stop", "there is no command 'stop'; Ctrl-C in the terminal of `callboard serve` ends a server."),
+        ("kill", "there is no command 'kill'; did you mean stop?"),
         ("ps", "there is no command 'ps'; `callboard serve` runs in a terminal, and GET /api/ps"),
         ("create x", "there is no command 'create'; a model is a name, a folder or a file"),
         ("help", "there is no command 'help'; did you mean --help?"),
-        ("zzz", "there is no command 'zzz'; there are serve, chat"),
+        ("zzz", "there is no command 'zzz'; there are serve, stop, chat"),
     ],
 )
 def test_a_wrong_word_takes_three_lines_at_most(argv: str, says: str, capsys):

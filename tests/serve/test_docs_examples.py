@@ -85,7 +85,7 @@ class Front:
         self.batches = Batches(settings)
         service = Service(engine, byte_tokenizer(QWEN, GAP_MARKS), MODEL)
         if self.page.stem == "images":
-            engine.info = replace(engine.info, images=ImageInfo(MARK_ID, 4096))
+            engine.info = replace(engine.info, images=ImageInfo(MARK_ID, 4096, 4096))
             service.start(byte_tokenizer(TEMPLATE, (MARK,)), images=FakeImages())
             (folder / "photo.jpg").write_bytes(b"a photo")
         self.app = build_http_app(service, settings, batches=self.batches)

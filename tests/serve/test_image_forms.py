@@ -46,6 +46,11 @@ def test_a_value_without_a_picture_is_refused(value: Any, says: str):
     assert caught.value.field == "messages.0.content.1"
 
 
+def test_a_video_is_refused_by_name():
+    with pytest.raises(FieldError, match=r'content.1.type is "video": .* send some of its frames as images'):
+        with_marks(picture("a.mp4", "video"))
+
+
 def test_texts_stay_as_they_are():
     messages = [{"role": "user", "content": "image"}, {"role": "user", "content": [{"type": "text", "text": "image"}]}]
     assert with_marks(messages) == (messages, [])

@@ -128,6 +128,21 @@ async def test_tokenize_shows_the_tokens_of_images():
     assert answer.json()["tokens"].count(257) == len(SEEN)
 
 
+async def test_instructions_keep_the_pictures_beside_them():
+    engine = engine_with_images()
+    leading = [
+        {"role": "system", "content": [text("A ", "input_text"), INPUT_IMAGE]},
+        {"role": "developer", "content": "B"},
+    ]
+    async with client_with_images(engine) as client:
+        for parts in (leading, leading[1:]):
+            body = {"input": [*parts, user(INPUT_IMAGE)], "instructions": "Be."}
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+    assert shown_prompt(engine, 0) == f"<system>Be.\n\nA {SEEN}\n\nB<user>{SEEN}<assistant>"
+    assert shown_prompt(engine, 1) == f"<system>Be.\n\nB<user>{SEEN}<assistant>"
+
+
 async def test_usage_counts_the_tokens_of_images():
     async with client_with_images(engine_with_images()) as client:
         chat = await client.post(CHAT, json={"messages": [user(IMAGE_URL, text(" and "), IMAGE_URL)], "n": 2})
@@ -211,6 +226,32 @@ async def test_a_refusal_names_the_part(path: str, body: dict[str, Any], param: 
         assert_error(answer, 400, param, says)
 
 
+MP4 = {"media_type": "video/mp4", "type": "base64", "data": PNG}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [user({"type": "video_url", "video_url": {"url": URL}})]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": [user({"type": "video", "video": URL})]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": [user({"type": "input_video", "data": PNG})]}, "messages.0.content.0.type"),
+        (RESPONSES, {"input": [user({"type": "input_video", "video_url": URL})]}, "input.0.content.0.type"),
+        (MESSAGES, {"max_tokens": 9, "messages": [user({"type": "video", "source": MP4})]}, None),
+        ("/api/chat", {"messages": [{"role": "user", "content": "What?", "videos": [PNG]}]}, None),
+        ("/api/generate", {"prompt": "What?", "videos": [PNG]}, None),
+        ("/v1/embeddings", {"messages": [user({"type": "video_url", "video_url": {"url": URL}})]}, None),
+    ],
+)
+async def test_a_video_is_refused_by_name(path: str, body: dict[str, Any], param: str | None):
+    async with client_with_images(engine_with_images()) as client:
+        answer = await client.post(path, json={"model": MODEL} | body)
+    assert answer.status_code == 400, answer.text
+    assert "video" in answer.text
+    assert "send some of its frames as images" in answer.text
+    if param is not None:
+        assert_error(answer, 400, param, "frames")
+
+
 async def test_a_picture_may_not_exceed_the_context():
     async with client_with_images(engine_with_images()) as client:
         large = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(bytes(5000)).decode()}}
@@ -227,6 +268,20 @@ async def test_large_pictures_are_listed_as_anthropic_does():
     details = caught.value.body["error"]["details"]
     paths = ["messages.0.content.0", "messages.2.content.0.content.1"]
     assert details == {"error_code": "image_dimensions_too_large", "max_side_length_pixels": 2, "paths": paths}
+
+
+async def test_an_oversized_image_is_an_error_if_asked():
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app_with_images(engine_with_images())))
+    claude = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=http)
+    whole, downsized, odd = ({"transformations": {"oversized_image": way}} for way in ("error", "downsize", "crop"))
+    await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK, BLOCK | downsized)])
+    with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.1 is large\.") as caught:
+        await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK, BLOCK | whole)])
+    details = caught.value.body["error"]["details"]
+    paths = ["messages.0.content.1"]
+    assert details == {"error_code": "image_dimensions_too_large", "max_side_length_pixels": 7, "paths": paths}
+    with pytest.raises(anthropic.BadRequestError, match='oversized_image is "crop"; it should be downsize or error'):
+        await claude.messages.create(model=MODEL, max_tokens=9, messages=[user(BLOCK | odd)])
 
 
 async def test_bodies_may_be_longer_with_images():

@@ -135,7 +135,7 @@ async def test_aborted_and_refused_requests_are_counted():
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await eventually(lambda: not fronts.engines[0].loop.stats()["running"])
+        await eventually(lambda: not any(fronts.engines[0].loop.stats()[s] for s in ("running", "waiting")))
         samples = await fronts.scrape()
         assert samples["callboard:requests_refused_total,reason=busy"] == 1
         assert samples["vllm:request_success_total,finished_reason=abort"] == 2

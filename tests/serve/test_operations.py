@@ -100,7 +100,7 @@ def test_the_doctor_reports_every_check_and_fix():
     good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     for name in ("python", "callboard", "torch", "triton", "ray", "GPU", "quantization", "cores", "memory",
                  "shared memory", "open files", "HAProxy", "model cache", "Ray cluster", "CPU", "hub cache", "hub",
-                 "package index", "port", "otel"):  # fmt: skip
+                 "package index", "port", "otel", "KV tier"):  # fmt: skip
         assert name in good.stdout, name
     assert good.returncode == ("fail" in good.stdout)
     bad = subprocess.run([*command, "--address", f"127.0.0.1:{port}"], cwd=ROOT, capture_output=True, text=True)
@@ -115,6 +115,8 @@ def test_the_doctors_limits():
     assert "lacks max_surge_percent" in doctor.ray_version(doctor.Finding("ok", "ray", "2.56.1")).value
     assert doctor.shared_memory(64 << 20).level == "fail"
     assert "--shm-size" in doctor.shared_memory(64 << 20).fix
+    small = doctor.kv_tier("cpu", Path("/dev/shm/no-tiers"), 100 << 20)
+    assert (small.level, "off by default" in small.value, "--shm-size" in small.fix) == ("warn", True, True)
     assert doctor.open_files(1024, 1 << 20).fix.endswith("ulimit -n 65536")
     assert doctor.open_files(65536, 65536).level == "ok"
     assert doctor.memory(1 << 30).level == "warn"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 # How learned positions reach a grid of patches; `models/towers/positions.py` has a function for each
-Positions = Literal["none", "learned", "buckets", "resized", "bilinear", "tables"]
+Positions = Literal["none", "learned", "buckets", "resized", "bilinear", "bicubic", "tables"]
 Rope2d = Literal["none", "interleaved", "halves", "axes"]  # layouts of Pixtral, Qwen and Gemma 4
 
 
@@ -20,6 +20,13 @@ class Step(NamedTuple):
     shape: tuple[int, ...] = ()  # shape of its weight
     bias: bool = False
     eps: float = 1e-6  # norm only
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the name and shape of each parameter. A gated step has three maps, and the first one's shape."""
+        if self.op == "gated":
+            parts = {"gate": self.shape, "up": self.shape, "down": self.shape[::-1]}
+            return {f"{self.name}.{part}.weight": shape for part, shape in parts.items()}
+        return _linear(self.name, self.shape, self.bias) if self.name else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class TowerSpec:
     patch_bias: bool = True
     norm: Literal["norm", "rms"] = "norm"
     norm_eps: float = 1e-6
-    patch_norm: bool = False  # a norm precedes the layers
+    patch_norm: bool = False  # a norm precedes the positions
     post_norms: bool = False  # after attention, and after the feed-forward part
     layer_scales: bool = False  # what a layer adds has a factor
     qk_norm: bool = False  # each head's q and k have an RMSNorm, and v one without weights
@@ -101,8 +108,7 @@ class TowerSpec:
         for i in range(len(self.deepstack)):
             steps += [step._replace(name=step.name.format(i)) for step in self.deepstack_projector]
         for step in steps:
-            if step.name:
-                shapes |= _linear(step.name, step.shape, step.bias)
+            shapes |= step.shapes()
         return shapes
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:

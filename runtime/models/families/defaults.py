@@ -112,6 +112,13 @@ _GLM_MOE = _GLM | _NO_EOS | _EXPERTS | {
     "num_experts_per_tok": 8, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "use_qk_norm": False, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+_GLM_V = _GLM | _NO_EOS | {
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "head_dim": None, "partial_rotary_factor": None,
+    "mrope_section": (8, 12, 12),
+}  # fmt: skip
+_GLM_V_MOE = _GLM_MOE | {
+    "vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True, "mrope_section": (8, 12, 12),
+}  # fmt: skip
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _DEEPSEEK_2 = _LLAMA | _LATENT | {
     "vocab_size": 102400, "q_lora_rank": _OrNull(1536), "first_k_dense_replace": 0, "n_group": None,
@@ -166,6 +173,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
         "norm_topk_prob": True, "rope_interleave": True, "mlp_layer_types": None, "num_nextn_predict_layers": 0,
     },
+    "Glm4vForConditionalGeneration": _GLM_V,
+    "Glm4vMoeForConditionalGeneration": _GLM_V_MOE,
     "GlmForCausalLM": _GLM,
     "GptOssForCausalLM": _LLAMA | _NO_EOS | {
         "num_hidden_layers": 36, "num_local_experts": 128, "num_experts": _Alias("num_local_experts"),

@@ -2,7 +2,8 @@
 
 - Dense models: rotary neighbour pairs, biases on q, k and v, gate and up as one. Glm4ForCausalLM (GLM-4-0414) also
   has norms after attention and after the feed-forward layer.
-- GLM-4.5 to 4.7: mixtures after the first layers."""
+- GLM-4.5 to 4.7: mixtures after the first layers.
+- GLM-4.1V and 4.5V: their texts, with rotary positions in sections."""
 
 from __future__ import annotations
 
@@ -36,12 +37,15 @@ MOE_WEIGHT_MAP = WeightMap({
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
 })  # fmt: skip
+POST_NORMS_IMAGE_TEXT_WEIGHT_MAP = POST_NORMS_WEIGHT_MAP.inside("model.language_model.")
+MOE_IMAGE_TEXT_WEIGHT_MAP = MOE_WEIGHT_MAP.inside("model.language_model.")
 _SUM_EPS = 1e-20  # added to the sum of a token's expert weights
 
 
 def decoder_spec(config: Mapping[str, Any], norms: tuple[str, ...] = PRE_NORMS) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    attention = llama.attention(config, out_bias=False, rope=replace(rope_spec(config), interleaved=True))
+    rope = replace(rope_spec(config), interleaved=config.get("rope_interleave", True))  # false in some GGUF files
+    attention = llama.attention(config, out_bias=False, rope=rope)
     layer = LayerSpec(attention, llama.ffn(config, fused_gate_up=True), norms)
     return llama.decoder(config, [layer] * config["num_hidden_layers"])
 

@@ -29,10 +29,7 @@ _NAMES = {
     "conv_bias": "model.layers.{}.conv.conv.bias",
 }
 WEIGHT_MAP = WeightMap(_NAMES | {part: "model.layers.{}.feed_forward." + name for part, name in _FFN.items()})
-IMAGE_TEXT_WEIGHT_MAP = WeightMap(
-    {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
-    base="model.language_model.",
-)
+IMAGE_TEXT_WEIGHT_MAP = WEIGHT_MAP.inside("model.language_model.")
 MOE_WEIGHT_MAP = WeightMap(
     _NAMES
     | {"router": "model.layers.{}.feed_forward.gate", "choice_bias": "model.layers.{}.feed_forward.expert_bias"}

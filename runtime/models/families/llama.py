@@ -28,10 +28,7 @@ WEIGHT_MAP = WeightMap({
 })  # fmt: skip
 
 # Idefics 3 and SmolVLM
-IMAGE_TEXT_WEIGHT_MAP = WeightMap(
-    {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
-    base="model.text_model.",
-)
+IMAGE_TEXT_WEIGHT_MAP = WEIGHT_MAP.inside("model.text_model.")
 
 
 def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:

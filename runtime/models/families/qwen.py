@@ -24,10 +24,7 @@ EXPERT_NAMES = {
     "down": "model.layers.{}.mlp.experts.{}.down_proj",
 }
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_QK_NORMS})
-IMAGE_TEXT_WEIGHT_MAP = WeightMap(  # Qwen3-VL
-    {part: name.removeprefix("model.") for part, name in WEIGHT_MAP.names.items()},
-    base="model.language_model.",
-)
+IMAGE_TEXT_WEIGHT_MAP = WEIGHT_MAP.inside("model.language_model.")  # Qwen3-VL
 SHARED_NAMES = {
     "shared_gate": "model.layers.{}.mlp.shared_expert_gate",
     "shared.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
@@ -36,10 +33,7 @@ SHARED_NAMES = {
 }
 MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **EXPERT_NAMES})
 INTERNVL_WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names, base="language_model.")
-IMAGE_TEXT_MOE_WEIGHT_MAP = WeightMap(
-    {part: name.removeprefix("model.") for part, name in MOE_WEIGHT_MAP.names.items()},
-    base="model.language_model.",
-)
+IMAGE_TEXT_MOE_WEIGHT_MAP = MOE_WEIGHT_MAP.inside("model.language_model.")
 QWEN2_MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **EXPERT_NAMES, **SHARED_NAMES})
 
 

@@ -37,7 +37,7 @@ class PictureAttention:
     def __call__(self, maps: Sequence[torch.Tensor], norms: Sequence[Operation], turn: Turn | None) -> torch.Tensor:
         """[pictures, patches, heads * head_dim] of q, k and v, which are one tensor or three.
 
-        `norms` are those of a head's q, k and v, or none."""
+        `norms` has one each for a head's q, k and v, or is empty."""
         spec = self._spec
         if self._is_fused and turn is not None:
             q, k, v = self._turned(maps[0] if len(maps) == 1 else torch.cat(list(maps), -1), turn)

@@ -39,8 +39,19 @@ def _hat(centers: torch.Tensor, side: int, support: float = 1.0) -> torch.Tensor
     return (1 - (torch.arange(side, device=centers.device) - centers[:, None]).abs() / support).clamp(min=0)
 
 
+def _bicubic(size: int, side: int, device: torch.device) -> torch.Tensor:
+    """Cubic convolution with a = -0.75 over four neighbours; those outside repeat the border (`grid_sample`)."""
+    places = (torch.arange(size, device=device) + 0.5) * (side / size) - 0.5
+    x = (torch.arange(-2, side + 2, device=device) - places[:, None]).abs().clamp(max=2)
+    near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
+    weights = torch.where(x <= 1, near, far)
+    weights[:, 2] += weights[:, :2].sum(1)
+    weights[:, -3] += weights[:, -2:].sum(1)
+    return weights[:, 2:-2]
+
+
 _AXES: dict[str, Callable[[int, int, torch.device], torch.Tensor]] = {
-    "learned": _identity, "buckets": _buckets, "bilinear": _bilinear, "resized": _resized,
+    "learned": _identity, "buckets": _buckets, "bilinear": _bilinear, "resized": _resized, "bicubic": _bicubic,
 }  # fmt: skip
 
 

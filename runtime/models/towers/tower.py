@@ -73,9 +73,9 @@ class Tower:
         x = pixels.float() * self._factor - self._offset
         x = x.view(pictures, rows, side, columns, side, 3).permute(0, 1, 3, 5, 2, 4)
         h = self._patch(x.reshape(pictures, rows * columns, -1))
-        h = self._placed(h, rows, columns)
         if self._patch_norm is not None:
             h = self._patch_norm(h)
+        h = self._placed(h, rows, columns)
         turn = self._attention.turn(pictures, rows, columns, h.device)
         grid, outputs = (pictures, rows, columns, spec.hidden_size), []
         for i, layer in enumerate(self._layers):
@@ -121,24 +121,26 @@ class _Builder:
         if spec.qk_norm:
             weights = self.read(f"{prefix}q_norm.weight"), self.read(f"{prefix}k_norm.weight"), None
             head_norms = tuple(Norm(weight, None, spec.norm_eps) for weight in weights)
-        gate = self.map(f"{prefix}gate", spec.bias) if spec.gated else None
-        up, down = (self.map(prefix + name, spec.bias) for name in ("up", "down"))
-        ffn = FeedForward(gate, up, down, ACTIVATIONS[spec.activation])
         out: tuple[Operation, ...] = (
             self.map(f"{prefix}out", spec.bias),
             *self._added(f"{prefix}post_norm1", f"{prefix}scale1"),
         )
         feed_forward: tuple[Operation, ...] = (
             self.norm(f"{prefix}norm2"),
-            ffn,
+            self._feed_forward(prefix, spec.gated, spec.bias),
             *self._added(f"{prefix}post_norm2", f"{prefix}scale2"),
         )
         return _Layer(self.norm(f"{prefix}norm1"), qkv, head_norms, out, feed_forward)
 
+    def _feed_forward(self, prefix: str, gated: bool, bias: bool) -> FeedForward:
+        gate = self.map(f"{prefix}gate", bias) if gated else None
+        up, down = (self.map(prefix + name, bias) for name in ("up", "down"))
+        return FeedForward(gate, up, down, ACTIVATIONS[self.spec.activation])
+
     def _added(self, norm: str, scale: str) -> list[Operation]:
         """What follows a layer's part before it is added."""
         operations: list[Operation] = [self.norm(norm)] if self.spec.post_norms else []
-        return operations + ([self.read(scale).mul] if self.spec.layer_scales else [])
+        return operations + ([partial(torch.mul, self.read(scale))] if self.spec.layer_scales else [])
 
     def steps(self, steps: Sequence[Step], index: int = 0) -> list[Operation]:
         return [self._step(step._replace(name=step.name.format(index))) for step in steps]
@@ -153,6 +155,8 @@ class _Builder:
             return Map(self.read(f"{step.name}.weight").T.contiguous(), None)
         if step.op == "linear":
             return self.map(step.name, step.bias)
+        if step.op == "gated":
+            return self._feed_forward(f"{step.name}.", gated=True, bias=False)
         if step.op == "standard":
             bias, factor = (self.read(f"{step.name}.{part}").float() for part in ("bias", "weight"))
             return lambda x: (x - bias) * factor

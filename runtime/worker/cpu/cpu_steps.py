@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.core.plan import StepPlan, StepResult, joined
+from runtime.core.plan import EMPTY, StepPlan, StepResult, joined
 from runtime.kernels.attention.attention_torch import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.cpu.decode_tapes import DecodeTapes
@@ -77,7 +77,7 @@ class CpuSteps(Steps):
         if self.tapes is not None:
             self.tapes = DecodeTapes(self.decoder, self.cache, self.tapes.launcher)
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+    def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         if plan.num_steps > 1:
             return lambda: joined([self._execute(one) for one in plan.expanded()])
         return partial(self._execute, plan)
@@ -92,6 +92,9 @@ class CpuSteps(Steps):
         self.slots.write_tables(plan.block_table_writes)
         if len(plan.draft_token_ids):
             self.slots.write_draft_tokens(plan)
+        self._start_transfers(plan)
+        if not len(plan.slots):
+            return StepResult(plan.step_id, EMPTY)
         if self.poisoned:
             self._clear_fresh_blocks(plan)
         work = self._forward(plan)

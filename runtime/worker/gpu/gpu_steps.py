@@ -6,6 +6,7 @@
     GraphStep       CUDA graphs, one after another                              -> the tokens that the graphs sampled
     RepeatedGraph   one graph, `num_steps` times                                -> the tokens of all replays
     StagedStep      a list of stages: graphs or kernels, extras, second pass    -> tokens and reports
+    RowlessStep     changes of slots, and transfers                             -> no tokens
     UnrolledSteps   a program for each of `num_steps` steps                     -> the joined results
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
-from runtime.core.plan import StepPlan, StepResult, joined, last_tokens
+from runtime.core.plan import EMPTY, StepPlan, StepResult, joined, last_tokens
 from runtime.models.decoder import Decoder
 from runtime.worker.extras import ImageEncoder, MaskSource, Needs, StepExtra, StepWork
 from runtime.worker.gpu.device_sampler import DeviceSampler
@@ -67,7 +68,7 @@ class GpuSteps(Steps):
         self.slots.reset()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+    def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         program = self.program_for(plan)
         program.run()
         return program.read
@@ -78,6 +79,9 @@ class GpuSteps(Steps):
             return self._repeated_graph(plan) or UnrolledSteps(self, plan)
         self._free_and_open(plan)
         writes = self.slots.writes(plan, self.sampler.rows, self.images.deltas)
+        self._start_transfers(plan)
+        if not len(plan.slots):
+            return RowlessStep(self, plan, writes)
         sampling, sampled_after = last_tokens(plan, plan.num_samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         is_plain = self.sampler.is_plain(slots, positions)
@@ -116,7 +120,7 @@ class GpuSteps(Steps):
 
     def _repeated_graph(self, plan: StepPlan) -> StepProgram | None:
         """None if the plan lacks a graph, or its samples need more than the graph."""
-        if len(plan.freed) or not (graphs := self.graphs_for(plan, self.needs(plan))):
+        if len(plan.freed) or plan.stores or plan.loads or not (graphs := self.graphs_for(plan, self.needs(plan))):
             return None
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
@@ -212,8 +216,21 @@ class UnrolledSteps(StepProgram):
         self.steps, self.plan = steps, plan
 
     def run(self) -> None:
-        reads = [self.steps.launch(one) for one in self.plan.expanded()]
+        reads = [self.steps._launch(one) for one in self.plan.expanded()]
         self.read = lambda: joined([read() for read in reads])
+
+
+class RowlessStep(StepProgram):
+    """A plan of transfers alone, which have begun. Slots may change, too."""
+
+    def __init__(self, steps: GpuSteps, plan: StepPlan, writes: list[Int32s]) -> None:
+        self.steps, self.plan, self.writes = steps, plan, writes
+
+    def run(self) -> None:
+        steps, step_id = self.steps, self.plan.step_id
+        steps.transfers.begin()
+        steps.slots.apply(self.writes, steps.transfers.upload)
+        self.read = steps.transfers.end(lambda: StepResult(step_id, EMPTY))
 
 
 class StagedStep(StepProgram):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,17 +61,17 @@ def with_images(
 
 def _prepared(parts: list[ImagePart], images: ImageProcessor) -> list[PreparedImage]:
     prepared: list[PreparedImage] = []
-    too_large: dict[str, str] = {}  # each part's problem
+    too_large: dict[str, TooManyPixels] = {}  # each part's problem, by path
     for part in parts:
         try:
             prepared.append(part.image(images.prepare_one))
         except TooManyPixels as e:
-            too_large[part.path] = str(e)
+            too_large[part.path] = e
         except ImageFault as e:
             raise invalid(part.path, str(e)) from e
     if too_large:
         path, problem = next(iter(too_large.items()))
-        raise ImagesTooLarge(f"{path} {problem}.", [*too_large], math.isqrt(images.limits.max_image_pixels))
+        raise ImagesTooLarge(f"{path} {problem}.", [*too_large], min(each.max_side for each in too_large.values()))
     return prepared
 
 

@@ -17,13 +17,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from runtime.media.source import ImageSource
+from runtime.media.source import NO_VIDEOS, ImageSource
 from runtime.output.fields import invalid, shown
 from runtime.output.image_forms import IMAGE_KINDS, source_of
 from runtime.output.tools import KIND
 from serve_app.protocol.shapes import (
     LEGACY,
     MAX_VALUES,
+    MarkedModel,
     RequestModel,
     TextOrList,
     has_too_many_values,
@@ -36,7 +37,7 @@ from serve_app.protocol.shapes import (
 T = TypeVar("T")
 
 
-class TextPart(RequestModel):
+class TextPart(MarkedModel):
     """A part in a chat, or in a response's items."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -57,7 +58,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # roles in OpenAI'
 INSTRUCTING = ("system", "developer")  # roles that instruct the model
 
 
-class OtherPart(RequestModel):
+class OtherPart(MarkedModel):
     """A part that is not a text, such as a document. The model sees its text, or a note that it is missing."""
 
     model_config = ConfigDict(extra="allow")
@@ -157,8 +158,9 @@ def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
             if isinstance(part, ImagePart):
                 part.place(path, i >= first_new)
             elif i >= first_new and part.readable is None:
-                problem = f"is {shown(part.type)}: models here read texts and images, no documents or sounds"
-                raise invalid(f"{path}.type", f"{problem}; leave it out")
+                reason = "models here read texts and images, no documents or sounds; leave it out"
+                reason = NO_VIDEOS if "video" in part.type else reason
+                raise invalid(f"{path}.type", f"is {shown(part.type)}: {reason}")
 
 
 def _others(where: str, content: Any) -> Iterator[tuple[str, OtherPart]]:
@@ -273,6 +275,11 @@ class ChatMessage(RequestModel):
 
     def thoughts(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    def parts(self) -> list[Part]:
+        if isinstance(self.content, list):
+            return self.content
+        return [TextPart(type="text", text=self.content)] if self.content else []
 
     def images(self) -> list[ImagePart]:
         parts = self.content if isinstance(self.content, list) else ()

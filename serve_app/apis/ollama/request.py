@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from runtime.media.source import NO_VIDEOS
 from runtime.output.fields import invalid, read_options
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
@@ -25,6 +26,7 @@ from serve_app.protocol.shapes import OpenRequestModel, RequestModel, check_abse
 
 KEEP_ALIVE = "keep_alive"
 _Images = Annotated[list[str], Field(fail_fast=True)] | None  # files in base64, which come before the text
+_NoVideos = Annotated[Any, only(None, [], remedy=NO_VIDEOS)]
 
 
 class OllamaOptions(DrawFields, OpenRequestModel):
@@ -74,6 +76,7 @@ class OllamaMessage(RequestModel):
     tool_name: str | None = None  # the function that a tool's result comes from
     tool_call_id: str | None = None  # the id of a tool's call, if it has one
     images: _Images = None
+    videos: _NoVideos = None
 
 
 _Format = Annotated[
@@ -205,6 +208,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     images: _Images = None
+    videos: _NoVideos = None
     template: Annotated[Any, only(None, "", remedy="a template is a program; the operator sets --chat-template")] = None
     context: Annotated[Any, only(None, [], remedy="it is not supported; send the conversation to /api/chat")] = None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from pydantic import Field
 from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
-from serve_app.apis.chat.messages import INSTRUCTING, ChatMessage
+from serve_app.apis.chat.messages import INSTRUCTING, ChatMessage, Content, TextPart
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import (
     AddedTools,
@@ -19,6 +20,7 @@ from serve_app.apis.responses.input_items import (
     InputMessage,
     as_messages,
     check_new,
+    contents,
     encoded,
     left_out,
 )
@@ -154,6 +156,9 @@ class ResponsesRequest(SamplingFields):
         later = (tool for item in self.items() if isinstance(item, AddedTools) for tool in item.tools)
         return OfferedTools([*(self.tools or ()), *later])
 
+    def contents(self) -> Iterable[Any]:
+        return contents(self.items())
+
     def items(self) -> list[InputItem]:
         """The input as items."""
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
@@ -176,10 +181,13 @@ class ResponsesRequest(SamplingFields):
         messages = as_messages(self.items())
         if self.instructions is None:
             return messages
-        texts = [self.instructions]
-        while messages and messages[0].role in INSTRUCTING:
-            texts.append(messages.pop(0).text())
-        return [ChatMessage(role="system", content="\n\n".join(texts)), *messages]
+        leading = [*takewhile(lambda message: message.role in INSTRUCTING, messages)]
+        content: Content = "\n\n".join((self.instructions, *(message.text() for message in leading)))
+        if any(message.images() for message in leading):
+            content = [TextPart(type="text", text=self.instructions)]
+            for message in leading:
+                content += [TextPart(type="text", text="\n\n"), *message.parts()]
+        return [ChatMessage(role="system", content=content), *messages[len(leading) :]]
 
     def chat(self, messages: list[ChatMessage]) -> ChatRequest:
         """Return the equivalent request of a chat with these messages."""

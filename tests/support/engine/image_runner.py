@@ -103,7 +103,7 @@ class ImageSession(Session):
     runner_type = ImageRunner
 
     def __init__(self, pool_rows: int = 16, stays_whole: bool = False, **kw) -> None:
-        super().__init__(images=ImageInfo(IMAGE, pool_rows, stays_whole=stays_whole), **kw)
+        super().__init__(images=ImageInfo(IMAGE, pool_rows, pool_rows, stays_whole), **kw)
         self.num_encoded = self.most_beside = self.num_refused = 0
 
     def add(self, prompt, params, priority=0, salt="", images=()) -> str | None:

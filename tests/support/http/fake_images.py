@@ -49,7 +49,9 @@ class FakeImages:
         if data.startswith(b"bad"):
             raise ImageFault("cannot be decoded")
         if len(data) > self.limits.max_image_pixels:
-            raise TooManyPixels(f"has {len(data)} pixels")
+            raise TooManyPixels(f"has {len(data)} pixels", 2)
+        if not source.may_shrink:
+            raise TooManyPixels("is large", 7)
         image = Image(blake2b(data, digest_size=16).digest(), ((1, len(data)),), 3 * data)
         return PreparedImage(image, (0, 0), 1 if source.detail == "low" else len(data))
 

@@ -73,13 +73,31 @@ _MISTRAL = (
     "{% if m.role == 'assistant' %}{{ m.content }}CALLS{{ eos_token }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
     "{% endfor %}"
 ).replace("CALLS", _EACH.replace("CALL", _MARKED_CALL))
+
+
+def _with_parts(template: str, image: str) -> str:
+    """The template for contents that are texts or parts, with a mark for each image."""
+    parts = "{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}".replace("IMAGE", image)
+    either = "{% if m.content is string %}{{ m.content }}{% else %}PARTS{% endif %}".replace("PARTS", parts)
+    return template.replace("{{ m.content }}", either)
+
+
+_QWEN3_VL = "<|vision_start|><|image_pad|><|vision_end|>"
 SHORT_TEMPLATES = {
     "granite-4": _calling(_JSON_CALL),
+    "internvl-3": _with_parts(_TURNS.replace("CALLS", ""), "<IMG_CONTEXT>\\n"),
     "ministral-3": "[SYSTEM_PROMPT]Think within [THINK] and [/THINK].[/SYSTEM_PROMPT]" + _MISTRAL,
     "mistral-v11": _MISTRAL,
     "olmo-2": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}<|assistant|>\n",
     "qwen2": _TURNS.replace("CALLS", ""),
     "qwen3-coder": _calling(_XML_CALL),
+    "qwen3-vl": _with_parts(_calling(_JSON_CALL), _QWEN3_VL),
+    "qwen3-vl-thinking": _with_parts(_calling(_JSON_CALL, thinks=True), _QWEN3_VL),
     "qwen3.5": _calling(_XML_CALL, thinks=True),
     "smollm3": _calling(_JSON_CALL, thinks=True),
+    "smolvlm": (  # each content is a list
+        "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}: {% for p in m.content %}"
+        "{% if p.type == 'text' %}{{ p.text }}{% elif p.type == 'image' %}<image>{% endif %}{% endfor %}"
+        "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
 }

@@ -62,6 +62,8 @@ from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_tr
 from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.step.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
+from runtime.kernels.tier.block_runs import BlockRuns, gather_runs_triton, scatter_runs_triton  # noqa: E402
+from runtime.kernels.tier.slot_sums import slot_sums_triton  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
@@ -315,6 +317,18 @@ def layers_with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "gate of attention", partial(gate_output_triton, inputs(64, 4096), inputs(64, 4096))
 
 
+def tier_copies() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Blocks of Llama-3.1-8B in bf16, scales of int8, and a part of a state, to and from slots of 2 MiB."""
+    words = partial(torch.empty, dtype=torch.int64, device=META)
+    starts, slots, fits = words(16), words(16, 1 << 18), torch.empty(16, dtype=torch.bool, device=META)
+    for num_runs, run, stride in ((512, 512, 1 << 20), (256, 8, 1 << 14), (1, 1 << 18, 0)):
+        runs = BlockRuns(words(1 << 20), num_runs, run, stride, run)
+        name = f"{num_runs} runs of {8 * run} bytes"
+        yield f"{name} to slots", partial(gather_runs_triton, runs, starts, slots, 0)
+        yield f"{name} from slots", partial(scatter_runs_triton, runs, starts, slots, 0, fits)
+    yield "sums of slots", partial(slot_sums_triton, slots, 1 << 18)
+
+
 def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
     return held_dense(name, torch.empty(shapes[name], dtype=dtype, device=META))
 
@@ -327,6 +341,11 @@ def line_of(kernel: Any) -> dict[str, Any]:
     shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
     line = {"hash": kernel.hash, "kernel": kernel.name, "splits_words": splits_words(kernel)} | shared
     return line | resources(kernel.asm["cubin"]) | counts
+
+
+LAUNCHES = (
+    fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states, tier_copies,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -391,8 +410,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    launches = fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states
-    for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
+    for case, run in itertools.chain.from_iterable(make() for make in LAUNCHES):  # noqa: B007
         run()
     if "--write" in sys.argv:
         compiled_kernels.write(seen.values())

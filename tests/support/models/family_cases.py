@@ -54,10 +54,13 @@ _VISION = {
     "patch_size": 14,
 }
 _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 60}
+_GLM_VISION = _QWEN_VISION | {"image_size": 28, "patch_size": 14, "out_hidden_size": 128}
 # configuration class -> fields of its text part, and of its vision part
 WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
     "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
+    "Glm4vConfig": ({}, _GLM_VISION),
+    "Glm4vMoeConfig": ({}, _GLM_VISION),
     "Idefics3Config": ({"model_type": "llama"}, _VISION),
     "InternVLConfig": ({"model_type": "qwen2"}, _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "Lfm2VlConfig": ({"model_type": "lfm2"}, {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}),
@@ -274,6 +277,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 12,
         },
     ),
+    "glm4v": ("Glm4vConfig", {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}),
+    "glm4v moe": (
+        "Glm4vMoeConfig",
+        {
+            "hidden_size": 128,
+            "head_dim": 128,
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "glm4": ("Glm4Config", {"head_dim": 12, "num_key_value_heads": 3}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5, with a vision tower": ("Qwen3_5Config", _DELTA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -332,7 +346,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
-    "idefics3", "internvl", "smolvlm", "mistral, some windows", "mistral, with a vision tower",
+    "glm4v", "glm4v moe", "idefics3", "internvl", "smolvlm", "mistral, some windows", "mistral, with a vision tower",
     "ministral3, with a vision tower",
     "olmo2", "lfm2, with a vision tower", "qwen3, with a vision tower",
     "qwen3 moe, with a vision tower",

@@ -13,10 +13,10 @@ import transformers
 from tests.support.models.gguf_export import _write, export, permuted
 
 _PROJECTORS = {
-    "gemma3": "gemma3", "gemma4": "gemma4v", "idefics3": "idefics3", "lfm2_vl": "lfm2", "mistral3": "pixtral",
-    "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "smolvlm": "idefics3",
+    "gemma3": "gemma3", "gemma4": "gemma4v", "glm4v": "glm4v", "idefics3": "idefics3", "lfm2_vl": "lfm2",
+    "mistral3": "pixtral", "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "smolvlm": "idefics3",
 }  # fmt: skip
-_WORDS = {"mistral3": "[IMG]", "gemma3": "<image_soft_token>", "gemma4": "<|image|>"}
+_WORDS = {"mistral3": "[IMG]", "gemma3": "<image_soft_token>", "gemma4": "<|image|>", "glm4v": "<|image|>"}
 _RENAMED = (  # our checkpoint's names -> names that the package's table has
     (r"^model\.visual\.", "visual."), (r"\.linear\.weight", ".weight"),
     (r"^(model\.)?vision_tower\.(embeddings|post_layernorm|encoder)", r"vision_tower.vision_model.\2"),
@@ -37,6 +37,8 @@ def export_image_model(model: Any, folder: Path, arch: str, swapped: bool = Fals
     text_config = config.text_config
     if kind == "qwen3_vl":
         text_config = transformers.Qwen3Config(**{**text_config.to_dict(), "model_type": "qwen3"})
+    if kind == "glm4v":
+        text_config = transformers.Glm4Config(**{**text_config.to_dict(), "model_type": "glm4"})
     texts = transformers.AutoModelForCausalLM.from_config(text_config).eval()
     path = export(texts, arch, folder / "model.gguf", **{"tokenizer.ggml.tokens": words}, **text)
     layers = getattr(vision, "num_hidden_layers", 0) or vision.depth

@@ -123,6 +123,15 @@ _QWEN_VIT = {
     "hidden_size": 48, "intermediate_size": 68, "depth": 4, "num_heads": 2, "patch_size": 4, "out_hidden_size": 60,
     "num_position_embeddings": 64,
 }  # fmt: skip
+_GLM_VIT = {
+    "hidden_size": 48, "intermediate_size": 68, "depth": 3, "num_heads": 2, "patch_size": 4, "out_hidden_size": 60,
+    "image_size": 24,
+}  # fmt: skip
+_GLM_TEXT = _TEXT | {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.8,
+    },
+}  # fmt: skip
 _QWEN_SIZES = (((8, 8),), ((40, 24),), ((16, 88),), ((32, 32),))
 _GEMMA4_VIT = _VIT | {"patch_size": 4, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 40}
 _GEMMA4_TEXT = _TEXT | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 2, "vocab_size_per_layer_input": 200}
@@ -178,6 +187,22 @@ CASES = {
         },
         _qwen,
         _QWEN_SIZES,
+    ),
+    "glm4v": TowerCase(
+        "Glm4vConfig",
+        {"text_config": _GLM_TEXT, "vision_config": _GLM_VIT, "image_token_id": 150},
+        _qwen,
+        _QWEN_SIZES,
+    ),
+    "glm4v, experts": TowerCase(
+        "Glm4vMoeConfig",
+        {
+            "text_config": _GLM_TEXT | {"moe_intermediate_size": 28, "n_routed_experts": 9, "num_experts_per_tok": 3},
+            "vision_config": _GLM_VIT | {"attention_bias": True, "spatial_merge_size": 3},
+            "image_token_id": 150,
+        },
+        _qwen,
+        (((12, 36),), ((24, 60),)),
     ),
     "gemma3": TowerCase(
         "Gemma3Config",

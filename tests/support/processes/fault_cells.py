@@ -16,6 +16,7 @@ SETTINGS = {
     "deterministic": True,
     "num_threads": 1,
     "kv_cache_memory": 0.1,
+    "kv_tier_memory": 0,
     "max_num_batched_tokens": 512,
     "allow_chaos": True,
 }
@@ -39,7 +40,7 @@ def deployed(model: Path, serve_url: str, **settings: Any):
     import ray
     from ray import serve
 
-    deploy(str(model), **SETTINGS, **settings)
+    deploy(str(model), **SETTINGS | settings)
     found = Here(serve_url, ray._private.worker._global_node.get_session_dir_path())
     end = time.monotonic() + 120
     while missing := found.application.strength():

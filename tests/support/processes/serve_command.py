@@ -35,7 +35,8 @@ class Server:
         self.temporary = short_directory()
         self.mark = f"CALLBOARD_TEST={folder}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "serve_app.cli", "serve", *words]
+        tier = [] if any(word.startswith("--kv-tier") for word in words) else ["--kv-tier-memory", "0"]
+        command = [sys.executable, "-m", "serve_app.cli", "serve", *tier, *words]
         command += ["--port", str(self.port), "--num-threads", "1"]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(

@@ -7,13 +7,13 @@ from typing import Any
 
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.models.families.defaults import with_defaults
-from runtime.models.towers.specs import gemma4, pixtral, qwen, siglip
+from runtime.models.towers.specs import gemma4, glm, parts, pixtral, qwen, siglip
 from runtime.models.towers.specs.parts import Config
 
 
 def takes_images(architecture: str) -> bool:
     """Return True if the family's models have an image encoder."""
-    return architecture in _TOWERS
+    return architecture in TOWERS
 
 
 def tower_spec(config: Config) -> TowerSpec | None:
@@ -22,14 +22,16 @@ def tower_spec(config: Config) -> TowerSpec | None:
     Raises CallboardError for a variant that is not supported."""
     named, vision = config.get("architectures"), config.get("vision_config")
     name = str(named[-1]) if isinstance(named, list) and named else ""  # a GGUF file's text is the first
-    if name not in _TOWERS or not isinstance(vision, Mapping):
+    if name not in TOWERS or not isinstance(vision, Mapping):
         return None
-    return _TOWERS[name](config, dict(vision), with_defaults(config, name))
+    return TOWERS[name](config, parts.with_squares(vision), with_defaults(config, name))
 
 
-_TOWERS: dict[str, Callable[[Config, dict[str, Any], Config], TowerSpec]] = {
+TOWERS: dict[str, Callable[[Config, dict[str, Any], Config], TowerSpec]] = {
     "Gemma3ForConditionalGeneration": siglip.gemma3,
     "Gemma4ForConditionalGeneration": gemma4.gemma4,
+    "Glm4vForConditionalGeneration": glm.glm4v,
+    "Glm4vMoeForConditionalGeneration": glm.glm4v,
     "Idefics3ForConditionalGeneration": siglip.idefics3,
     "InternVLForConditionalGeneration": siglip.internvl,
     "Lfm2VlForConditionalGeneration": siglip.lfm2,

@@ -21,6 +21,17 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
+def with_squares(vision: Config) -> dict[str, Any]:
+    """Return a vision_config with numbers for its sides. Raises CallboardError for pictures other than squares."""
+    found = dict(vision)
+    for name in {"image_size", "patch_size"} & vision.keys():
+        sides = vision[name] if isinstance(vision[name], list | tuple) else [vision[name]]
+        if len(set(sides)) != 1:
+            raise CallboardError(f"The image encoder's {name} is {sides}; supported are squares.")
+        found[name] = sides[0]
+    return found
+
+
 def layer_names(layer: str, **parts: str) -> dict[str, str]:
     """Return the tensors of a layer's parts. q, k and v share a name with ? for their letter."""
     if "qkv_proj" in parts:
@@ -31,9 +42,9 @@ def layer_names(layer: str, **parts: str) -> dict[str, str]:
 
 def sizes(vision: dict[str, Any], text: Config) -> dict[str, Any]:
     """Return the fields that most configurations name alike."""
-    hidden, heads = vision["hidden_size"], vision.get("num_heads") or vision["num_attention_heads"]
+    hidden, heads = vision["hidden_size"], vision.get("num_attention_heads") or vision["num_heads"]
     return {
-        "num_layers": vision.get("depth") or vision["num_hidden_layers"],
+        "num_layers": vision.get("num_hidden_layers") or vision["depth"],
         "hidden_size": hidden,
         "ffn_size": vision["intermediate_size"],
         "num_heads": heads,

@@ -129,11 +129,6 @@ def internvl(config: parts.Config, vision: dict[str, Any], text: parts.Config) -
     for name, supported in (("use_qk_norm", False), ("use_mean_pooling", True), ("norm_type", "layer_norm")):
         if vision[name] != supported:
             raise CallboardError(f"The image encoder's {name} is {vision[name]}; supported is {supported}.")
-    for name in ("image_size", "patch_size"):
-        sides = vision[name] if isinstance(vision[name], list | tuple) else [vision[name]]
-        if len(set(sides)) != 1:
-            raise CallboardError(f"The image encoder's {name} is {sides}; supported are squares.")
-        vision[name] = sides[0]
     hidden, merge, out = vision["hidden_size"], int(1 / config.get("downsample_ratio", 0.5)), text["hidden_size"]
     siglip = _siglip(vision, text)
     return TowerSpec(

@@ -1,0 +1,305 @@
+"""A cache of KV blocks and states in named files, owned by no process. It outlives all that use it.
+
+`head` has the format, `slots` the index, `payload-<rank>` and `sums-<rank>` what each rank stores. The cache is
+set-associative, so nothing is rebuilt after a death. A key selects two sets with 32 ways each, and takes the way that
+was used longest ago. With one set a key, a long prefix would soon lose a block: sets fill unevenly.
+
+A slot is READY if it has the key and all ranks' done bytes are set. A rank writes its payload, then its sum, then its
+done byte, each in its own place. A death at any moment leaves a slot that is not READY. The checksum finds damaged
+bytes, and late writes of a process that has lost its slot."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, open_files, wipe_files
+from runtime.tier.sums import key_words
+
+_GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
+_IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
+_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
+_FULL_S = 10.0  # pause after the file system had no memory for a slot
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFigures:
+    """The region's READY entries and bytes, all ranks together."""
+
+    used_bytes: int
+    total_bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """READY entries. All arrays are [n]."""
+
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint64]  # words [n, 2]
+    salts: NDArray[np.uint64]
+    used: NDArray[np.float64]  # time of the last use
+    expires: NDArray[np.uint32]
+
+
+class Region:
+    """An open region. Any number of processes may use it at once. Keys are bytes, 16 for each of n keys."""
+
+    def __init__(self, folder: Path, head: int, num_slots: int, slot_bytes: int, num_ranks: int) -> None:
+        """Use `open` instead. `head` is the descriptor with the shared lock that shows the region's use."""
+        self.folder, self.num_slots, self.slot_bytes, self.num_ranks = folder, num_slots, slot_bytes, num_ranks
+        self._num_sets = num_slots // WAYS
+        sets = np.memmap(folder / "slots", SET, "r+", shape=(self._num_sets,)).view(np.ndarray)
+        self._low, self._high, self._salt, self._used = sets["low"], sets["high"], sets["salt"], sets["used"]
+        self._start, self._pid, self._expires = sets["start"], sets["pid"], sets["expires"]
+        self._ranks_done, self._has_pages = sets["done"], sets["has_pages"]
+        self._done = self._ranks_done.view("<u8")  # two words a way
+        self._all_done = np.frombuffer(bytes([1] * num_ranks + [0] * (MAX_RANKS - num_ranks)), "<u8")
+        self.files = [  # payload files
+            os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
+        ]
+        self._open_files = [head, *self.files]
+        self._payloads = [
+            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
+        ]
+        self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
+        self._full_until = 0.0
+
+    @classmethod
+    def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
+        """Attach to the region in `folder`, or create it. Its slots are a multiple of 32; see `num_slots`.
+
+        A region of another size or layout, or a damaged one, is replaced unless a process uses it. If only the size
+        differs and it is in use, it is attached as it is. Without `num_slots` the size is kept, and a new region takes
+        half the free space.
+
+        Raises:
+            CallboardError: There is too little memory, the folder cannot be used, or has another layout."""
+        assert slot_bytes % 8 == 0, slot_bytes
+        assert 1 <= num_ranks <= MAX_RANKS, num_ranks
+        return cls(folder, *open_files(folder, layout, num_slots, slot_bytes, num_ranks), slot_bytes, num_ranks)
+
+    def close(self) -> None:
+        """Leave the region. Arrays of `payload` remain valid."""
+        while self._open_files:
+            os.close(self._open_files.pop())
+
+    @staticmethod
+    def wipe(folder: Path) -> None:
+        """Delete the region and free its memory at once, although processes have it mapped. To them all is a miss."""
+        wipe_files(folder)
+
+    # ---- look-ups ---------------------------------------------------------------------------------------------------
+
+    def find(self, keys: bytes) -> NDArray[np.bool_]:
+        """Return which keys are READY [n]."""
+        _, _, ready, _ = self._look_up(keys)
+        return ready
+
+    def slots_of(self, keys: bytes, ready: bool) -> NDArray[np.int64]:
+        """Return each key's slot if it is READY, or with `ready` False if it is reserved; otherwise -1 [n]."""
+        sets, ways, is_ready, is_there = self._look_up(keys)
+        return np.where(is_ready if ready else is_there & ~is_ready, ways * self._num_sets + sets, -1)
+
+    def has_keys(self, slots: NDArray[np.int64], keys: bytes) -> NDArray[np.bool_]:
+        """Return which slots have these keys now [n]. Checked after a copy, since slots are given away."""
+        ways, sets = np.divmod(slots, self._num_sets)
+        words = key_words(keys)
+        fits: NDArray[np.bool_] = (self._low[sets, ways] == words[:, 0]) & (self._high[sets, ways] == words[:, 1])
+        return fits & (slots >= 0)
+
+    def payload(self, rank: int) -> NDArray[np.uint8]:
+        """Return the rank's bytes of all slots [num_slots, slot_bytes]. Write only to reserved slots."""
+        return self._payloads[rank]
+
+    def sums(self, rank: int, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the checksums that the rank has committed [n]."""
+        found: NDArray[np.uint64] = self._sums[rank][slots]
+        return found
+
+    def entries(self) -> Entries:
+        """Return the READY entries, those used longest ago first."""
+        at = np.nonzero((self._done == self._all_done).all(2))
+        order = np.argsort(self._used[at], kind="stable")
+        at = sets, ways = at[0][order], at[1][order]
+        keys = np.stack([self._low[at], self._high[at]], 1)
+        return Entries(ways * self._num_sets + sets, keys, self._salt[at], self._used[at], self._expires[at])
+
+    def figures(self) -> RegionFigures:
+        """Count entries and bytes."""
+        entries = int((self._done == self._all_done).all(2).sum())
+        slot = self.slot_bytes * self.num_ranks
+        return RegionFigures(entries * slot, self.num_slots * slot, entries)
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: bytes, expires: float = 0) -> None:
+        """Set the last use of READY keys to now, and with `expires` at least this time until which they are kept."""
+        sets, ways, ready, _ = self._look_up(keys)
+        # A prefix loses its last blocks first.
+        self._used[sets[ready], ways[ready]] = time.time() - 1e-6 * np.arange(np.count_nonzero(ready))
+        if expires:
+            at = sets[ready], ways[ready]
+            self._expires[at] = np.maximum(self._expires[at], int(expires))
+
+    def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
+        """Give keys a slot to be written; return which ones have got it [n].
+
+        The others are present or reserved already, find no way to take, or another process reserves now."""
+        words = key_words(keys)
+        taken = np.zeros(len(words), np.bool_)
+        with self._try_lock() as has_lock:
+            if not has_lock:
+                return taken
+            sets = self._sets_of(words)
+            rest = np.arange(len(words))
+            while rest.size:  # keys without common sets are reserved at once
+                _, first, inverse = np.unique(sets[rest], return_index=True, return_inverse=True)
+                is_first = (first[inverse.reshape(-1, 2)] // 2 == np.arange(rest.size)[:, None]).all(1)
+                now = rest[is_first]
+                taken[now] = self._reserve_in(sets[now], words[now], salt, int(expires))
+                rest = rest[~is_first]
+        return taken
+
+    def commit(self, rank: int, slots: NDArray[np.int64], keys: bytes, sums: NDArray[np.uint64]) -> None:
+        """Set the rank's sums and done bytes, after its payloads. A slot that has another key by now is left out."""
+        has = self.has_keys(slots, keys)
+        self._sums[rank][slots[has]] = sums[has]
+        ways, sets = np.divmod(slots[has & self.has_keys(slots, keys)], self._num_sets)
+        self._ranks_done[sets, ways, rank] = 1
+
+    def drop(self, keys: bytes) -> None:
+        """Free the slots that have these keys, READY or reserved by this process. They are a miss from now on."""
+        sets, ways, ready, is_there = self._look_up(keys)
+        pid = os.getpid()
+        is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
+        sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
+        self._done[sets, ways] = 0
+        self._low[sets, ways] = self._high[sets, ways] = 0
+
+    def prefault(self, stop: threading.Event) -> None:
+        """Give all slots their memory, in a thread, until `stop` is set or memory is out. Later calls are quick.
+
+        A slot's first write takes about a millisecond for 2 MiB, and one without memory would end the process."""
+        for way in range(WAYS):
+            for index in np.flatnonzero(self._has_pages[:, way] == 0).tolist():
+                if stop.is_set() or not self._give_pages(index, way):
+                    return
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _look_up(
+        self, keys: bytes
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return each key's set and way, whether it is READY, and whether it is there."""
+        words = key_words(keys)
+        pairs, all_keys = self._sets_of(words), np.arange(len(words))
+        side, ways = np.divmod((self._low[pairs] == words[:, :1, None]).reshape(-1, 2 * WAYS).argmax(1), WAYS)
+        sets = pairs[all_keys, side]
+        is_there = (self._low[sets, ways] == words[:, 0]) & (self._high[sets, ways] == words[:, 1])
+        ready = is_there & (self._done[sets, ways] == self._all_done).all(1)
+        return sets, ways, ready, is_there
+
+    def _sets_of(self, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return both sets of each key [n, 2]."""
+        return (words % np.uint64(self._num_sets)).astype(np.int64)
+
+    def _reserve_in(
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
+    ) -> NDArray[np.bool_]:
+        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
+        now = time.time()
+
+        def ways_of(field: NDArray[Any]) -> NDArray[Any]:
+            return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
+
+        low, high, until = map(ways_of, (self._low, self._high, self._expires))
+        used = np.nan_to_num(ways_of(self._used))
+        is_free = (low == 0) & (high == 0)
+        is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
+        is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
+        is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
+        is_same = (low == words[:, :1]) & (high == words[:, 1:])
+        is_mine = ways_of(self._salt) == salt
+        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
+        has_pages = ways_of(self._has_pages) != 0
+        order = np.select(  # the lowest is taken; 9 never
+            [
+                is_same & is_left,
+                (is_free | is_left) & has_pages,
+                is_free | is_left,
+                ~is_ready,
+                (until > 0) & (until < now),
+                over_quota & ~is_mine & (now - used < _IDLE_S),
+                until > 0,
+            ],
+            [0, 1, 2, 9, 3, 6, 5],
+            4,
+        )
+        order[~has_pages & (now < self._full_until)] = 9
+        best = np.where(order == order.min(1, keepdims=True), np.fmin(used, now), np.inf).argmin(1)
+        may: NDArray[np.bool_] = (order[np.arange(len(best)), best] < 9) & ~(is_same & ~is_left).any(1)
+        side, ways = np.divmod(best, WAYS)
+        sets = pairs[np.arange(len(best)), side]
+        for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
+            may[i] = self._give_pages(int(sets[i]), int(ways[i]))
+        sets, ways = sets[may], ways[may]
+        self._done[sets, ways] = 0  # before all else: from here on the old entry is a miss
+        self._pid[sets, ways], self._start[sets, ways] = os.getpid(), start_time(os.getpid())
+        self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, now
+        self._low[sets, ways], self._high[sets, ways] = words[may].T
+        return may
+
+    def _give_pages(self, index: int, way: int) -> bool:
+        """Allocate a slot's memory in the files. Without it, a write would end the process."""
+        try:
+            for file in self.files:
+                os.posix_fallocate(file, (way * self._num_sets + index) * self.slot_bytes, self.slot_bytes)
+        except OSError:
+            self._full_until = time.time() + _FULL_S
+            return False
+        self._has_pages[index, way] = 1
+        return True
+
+    @staticmethod
+    def _are_alive(pids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Return which processes are alive [n]."""
+        now = {pid: start_time(pid) for pid in set(pids.tolist())}
+        pairs = zip(pids.tolist(), starts.tolist(), strict=True)
+        return np.array([now[pid] == start != 0 for pid, start in pairs], np.bool_)
+
+    @contextlib.contextmanager
+    def _try_lock(self) -> Iterator[bool]:
+        """Hold the region's lock, or yield False if another has it. A stopped process does not hold up others."""
+        # Opened anew, so that threads and forked children lock each other out, too.
+        with descriptor(f"/proc/self/fd/{self.files[0]}", os.O_RDWR) as file:
+            is_locked = locks(file, fcntl.LOCK_EX)
+            for _ in range(_LOCK_TRIES):
+                if not is_locked:
+                    time.sleep(_LOCK_PAUSE_S)
+                    is_locked = locks(file, fcntl.LOCK_EX)
+            try:
+                yield is_locked
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+
+
+def start_time(pid: int) -> int:
+    """Return a process's start time in the kernel's ticks, modulo 2^32; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19]) % 2**32
