@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -244,8 +244,10 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
+Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
+
 # Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
-WeightsChanged = Callable[[ModelSource | None], None]
+WeightsChanged = Callable[[ModelSource | None, Take], None]
 
 
 class WeightUpdates(Protocol):
@@ -287,8 +289,8 @@ class WeightUpdates(Protocol):
 class ReadsWeights(Protocol):
     """An extra with its own weights, in addition to the decoder's."""
 
-    def read_weights(self, source: ModelSource) -> None:
-        """Read them again."""
+    def read_weights(self, source: ModelSource, take: Take) -> None:
+        """Read them again. `take` keeps them in their memory where that matters."""
 
 
 @dataclass(frozen=True, slots=True)
