@@ -30,8 +30,6 @@ from runtime.tier.sums import key_words
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
 _LEFT, _NEVER = 2, 9  # see _order_of
-_BANK_SETS = 128
-_FULL_SHARE = 0.9
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
 
@@ -78,7 +76,6 @@ class Region:
         ]
         self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
         self._full_until = 0.0
-        self._bank = self._num_due = 0  # the next bank's first set; entries stored since the last one
 
     @classmethod
     def open(cls, folder: Path, layout: str, num_slots: int | None, slot_bytes: int, num_ranks: int) -> Region:
@@ -167,7 +164,6 @@ class Region:
         with self._try_lock() as has_lock:
             if not has_lock:
                 return taken
-            self._make_room(len(words), salt)
             sets = self._sets_of(words)
             rest = np.arange(len(words))
             while rest.size:  # keys without common sets are reserved at once
@@ -221,14 +217,14 @@ class Region:
         return (words % np.uint64(self._num_sets)).astype(np.int64)
 
     def _order_of(
-        self, sets: NDArray[np.int64], salt: int, now: float
+        self, pairs: NDArray[np.int64], salt: int, now: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return how late each way of the sets [n, k] is taken for an entry with this salt, both [n, k * WAYS].
+        """Return how late each way of the sets [n, 2] is taken for an entry with this salt, both [n, 2 * WAYS].
 
-        The first number decides, then the second. A way up to _LEFT has no entry, and a way with _NEVER stays."""
+        The first number decides, then the second. Ways up to _LEFT are without entry. Those with _NEVER stay."""
 
         def ways_of(field: NDArray[Any]) -> NDArray[Any]:
-            return field[sets].reshape(len(sets), -1, *field.shape[2:])
+            return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
 
         until, used, has_pages = ways_of(self._expires), np.nan_to_num(ways_of(self._used)), ways_of(self._has_pages)
         is_free = (ways_of(self._low) == 0) & (ways_of(self._high) == 0)
@@ -236,7 +232,7 @@ class Region:
         is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
         is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
         is_mine = ways_of(self._salt) == salt
-        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) * 2 >= is_free.shape[1]
+        over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
         order = np.select(
             [
                 is_free & (has_pages != 0),
@@ -250,7 +246,7 @@ class Region:
             [0, 1, _LEFT, _NEVER, 3, 6, 5],
             4,
         )
-        num_taken = np.repeat((~is_free).reshape(*sets.shape, WAYS).sum(2), WAYS, 1)
+        num_taken = np.repeat((~is_free).reshape(-1, 2, WAYS).sum(2), WAYS, 1)
         return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
 
     def _reserve_in(
@@ -274,26 +270,6 @@ class Region:
         self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, now
         self._low[sets, ways], self._high[sets, ways] = words[may].T
         return may
-
-    def _make_room(self, num_keys: int, salt: int) -> None:
-        """Evict from banks of sets, in turn, so that they keep a tenth free. The lock is held.
-
-        A set that evicts by itself loses young entries while others keep old ones. Then most long prefixes would lose a
-        block."""
-        if self._num_sets <= 2:
-            return
-        num_sets = min(self._num_sets, _BANK_SETS)
-        self._num_due += num_keys
-        while self._num_due > 0:
-            self._num_due -= max(1, num_sets * WAYS // 64)
-            sets = (self._bank + np.arange(num_sets)) % self._num_sets
-            self._bank = (self._bank + num_sets) % self._num_sets
-            (order,), (used,) = self._order_of(sets[None], salt, time.time())
-            excess = int((order > _LEFT).sum()) - int(_FULL_SHARE * order.size)
-            can = np.flatnonzero((order > _LEFT) & (order < _NEVER))
-            if 0 < excess <= can.size:
-                first = can[np.argpartition(order[can] * 1e10 + used[can], excess - 1)[:excess]]
-                self._free(sets[first // WAYS], first % WAYS)
 
     def _free(self, sets: NDArray[np.int64], ways: NDArray[np.int64]) -> None:
         self._done[sets, ways] = 0
