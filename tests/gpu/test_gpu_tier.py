@@ -30,7 +30,7 @@ SPEC = dense_spec(
 
 @pytest.fixture
 def folder(monkeypatch) -> Iterator[Path]:
-    """Memory, whose pages the driver can pin."""
+    """A folder in memory: its pages can be pinned."""
     made = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="callboard-test-"))
     monkeypatch.setenv("CALLBOARD_TIER", str(made))
     yield made

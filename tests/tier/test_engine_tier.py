@@ -1,4 +1,4 @@
-"""Engines of models with windows, states and groups of two shapes, one after another on one region."""
+"""Engines on one region, one after another. The models have windows, states, and groups with two shapes."""
 
 from pathlib import Path
 
