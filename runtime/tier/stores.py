@@ -102,7 +102,9 @@ class Stores:
     def leave(self, state: RequestState, step_id: int) -> None:
         """A request has left its slot. `step_id` is the last planned step."""
         if (progress := self._progress.pop(state, None)) is None:
-            return
+            if not state.request.cache_ttl_s:
+                return
+            progress = _Progress(len(state.block_hashes))  # cached before; they get its lifetime
         self._grown.pop(state, None)
         if progress.cached > progress.due and progress.cached >= self._least:
             self._make_due(state, progress, step_id)
@@ -115,7 +117,7 @@ class Stores:
         for group, spec in enumerate(self._kv_cache.groups):
             indices: Sequence[int] = range(begin, end)
             if spec.window is not None:  # what a request needs that continues here, or after the prompt
-                prompt_end = state.prompt_len // size
+                prompt_end = (state.prompt_len - 1) // size  # a hit excludes a prompt's last token
                 ends = [end, prompt_end] if begin < prompt_end < end else [end]
                 indices = sorted({i for at in ends for i in range(spec.num_dead_blocks(at * size, size), at)})
             cache, hashes = self._kv_cache.caches[group], [state.block_hashes[i] for i in indices]

@@ -132,8 +132,7 @@ class BlockCopier(Protocol):
         """`info` with the tier."""
 
     def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
-        """Allocate up to `staging_bytes` on a GPU for copies. `handles` has each rank's handle, and `barrier` waits for
-        all ranks."""
+        """Allocate up to `staging_bytes` on a GPU for copies. `handles` are the ranks', and `barrier` waits for all."""
 
     def start(self, plan: StepPlan) -> None:
         """Begin the plan's transfers. Stores read blocks as earlier plans leave them, and later plans may change them.

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime.tier.place import base_folder
 from runtime.tier.region import Region
 
-DEADLINE_S = 300.0  # only a fault reaches it
+DEADLINE_S = 60.0  # only a fault reaches it
 PROMPT_LEN, BLOCK = 2000, 16
 WHOLE = (PROMPT_LEN - 1) // BLOCK * BLOCK  # tokens that a later request with the same prompt does not compute
 
@@ -55,15 +56,13 @@ async def all_answered(
     return await asyncio.gather(*(answered(client, number, num_tokens) for number in numbers))
 
 
-async def tier_figures(client: httpx.AsyncClient) -> dict[str, dict[str, float]]:
-    """The metrics of the tier without their prefix, by engine."""
-    text = (await client.get("/metrics")).raise_for_status().text
-    found: dict[str, dict[str, float]] = {}
+async def summed_figures(client: httpx.AsyncClient) -> Counter[str]:
+    """The metrics of the tier without their prefix, as sums over the engines."""
+    text, found = (await client.get("/metrics")).raise_for_status().text, Counter[str]()
     for family in text_string_to_metric_families(text):
         if family.name.startswith("callboard:kv_tier_"):
             for sample in family.samples:
-                own = found.setdefault(sample.labels["engine"], {})
-                own[family.name.removeprefix("callboard:kv_tier_")] = sample.value
+                found[family.name.removeprefix("callboard:kv_tier_")] += sample.value
     return found
 
 
@@ -73,8 +72,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def regions_of(name: str) -> list[Path]:
-    return sorted(head.parent for head in base_folder().glob(f"{name}-*/head"))
+def regions_of(name: str, base: Path | None = None) -> list[Path]:
+    return sorted(head.parent for head in (base or base_folder()).glob(f"{name}-*/head"))
 
 
 def opened(folder: Path) -> Region:
@@ -85,10 +84,10 @@ def opened(folder: Path) -> Region:
     return Region.open(folder, layout, slots, size, ranks)
 
 
-def num_entries(name: str) -> int:
-    """READY entries of a tier."""
+def num_entries(name: str, base: Path | None = None) -> int:
+    """READY entries of a tier, in memory or in another folder."""
     count = 0
-    for folder in regions_of(name):
+    for folder in regions_of(name, base):
         region = opened(folder)
         count += region.figures().entries
         region.close()
