@@ -50,8 +50,8 @@ class Pinned:
     def _pin(self) -> None:
         start, slot_bytes = time.perf_counter(), self._payload.stride(0) * 8
         try:
+            torch.cuda.mem_get_info(self._device)  # any call of the runtime gives this thread a context
             call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
-            torch.cuda.set_device(self._device)
             for piece in self._payload.split(max(1, _PIECE_BYTES // slot_bytes)):
                 if self._stop.is_set():
                     return
