@@ -71,6 +71,8 @@ ENGINE_METRICS = {  # counted by the engine
     "callboard:kv_tier_size_bytes": _gauge("Bytes that the tier may take; 0: the engine has none."),
     "callboard:kv_tier_hit_tokens": _counter("Prompt tokens that were loaded from the tier."),
     "callboard:kv_tier_loaded_bytes": _counter("Bytes that were loaded from the tier."),
+    "callboard:kv_tier_disk_tokens": _counter("Prompt tokens that were read from the tier's disk."),
+    "callboard:kv_tier_disk_bytes": _counter("Bytes that were read from the tier's disk."),
     "callboard:kv_tier_stored_bytes": _counter("Bytes that were stored in the tier."),
     "callboard:kv_tier_damaged": _counter("Entries of the tier that were lost, or whose checksum was wrong."),
     "callboard:kv_tier_loads_in_flight": _gauge("Copies of blocks and states from the tier that have not ended."),

@@ -25,6 +25,7 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.ngram import Ngram
+from runtime.tier.disk.reads import DiskReads, disk_reads_of
 from runtime.tier.extra import Tier
 from runtime.tier.place import SharedRegion
 
@@ -63,20 +64,28 @@ def build_engine(
 
     Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold. By
     default the `tier` is the one that the runners have opened."""
-    timed: Sequence[Extra | None] = (speculation, pacing, tier or _tier_of(info, pacing))
+    tiers = _tiers_of(config, info, pacing) if tier is None else [tier]
+    timed: Sequence[Extra | None] = (speculation, pacing, *tiers)
     return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
 
 
-def _tier_of(info: ModelInfo, pacing: StepPacing | None) -> Tier | None:
+def _tiers_of(config: EngineConfig, info: ModelInfo, pacing: StepPacing | None) -> Sequence[Extra | None]:
     if info.tier is None:
-        return None
-    return Tier(info, SharedRegion(info.tier), time.time, lambda: 0.0 if pacing is None else pacing.prefill_rate)
+        return ()
+
+    def prefill_rate() -> float:
+        return 0.0 if pacing is None else pacing.prefill_rate
+
+    tier = Tier(info, SharedRegion(info.tier), time.time, prefill_rate)
+    return tier, disk_reads_of(config, tier, info, prefill_rate)
 
 
 def use_fresh_runners(core: EngineCore, executor: Executor, info: ModelInfo) -> None:
     """Continue with runners behind `executor`, which have described themselves as `info`."""
     if (tier := core.extras.get(Tier)) is not None and isinstance(tier.index, SharedRegion):
         tier.index.attach(info.tier)
+    if (reads := core.extras.get(DiskReads)) is not None:
+        reads.restart()
     core.recover(executor)
 
 

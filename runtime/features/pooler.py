@@ -17,7 +17,7 @@ from runtime.base.model_info import ModelInfo
 from runtime.base.reports import Vector
 from runtime.core.plan import NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder
-from runtime.worker.extras import Needs, RunnerParts, StepWork
+from runtime.worker.extras import Needs, RunnerParts, StepWork, Take
 from runtime.worker.sources import ModelSource
 
 
@@ -47,10 +47,11 @@ class Pooler:
         pooler._wanted = wanted
         return pooler
 
-    def read_weights(self, source: ModelSource) -> None:
+    def read_weights(self, source: ModelSource, take: Take) -> None:
         """Read the classifier again, after an update of the weights."""
         if self.classifier is not None:
-            self.classifier = source.classifier(self._wanted, self.decoder.numerics.device)
+            new = source.classifier(self._wanted, self.decoder.numerics.device)
+            self.classifier = take(self.classifier, new)
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         return replace(info, pooling=self.pooling)

@@ -65,6 +65,12 @@ class Delta:
             else:
                 self.calls[-1].arguments += call.arguments
 
+    def drop_output(self) -> None:
+        """End the choice as an empty one, for a prompt that is only cached."""
+        self.text = self.reasoning = ""
+        self.token_ids, self.ends, self.logprobs, self.calls, self.num_reasoning = [], [], [], (), 0
+        self.finish_reason, self.stop_reason = "length", None
+
 
 class OutputProcessor:
     """Turns the engine's outputs of one request into deltas."""

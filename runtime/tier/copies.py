@@ -30,7 +30,7 @@ _STATE, _STATE_END = -1, -2  # layouts of a state's parts: all but the last, and
 
 @dataclass(slots=True)
 class Batch:
-    """Transfers with one layout: blocks of one group, or equal parts of states."""
+    """Transfers with one layout: one group's blocks, or equally long parts of states."""
 
     numbers: list[int]
     keys: bytes

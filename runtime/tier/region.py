@@ -145,12 +145,13 @@ class Region:
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def touch(self, keys: bytes, expires: float = 0) -> None:
-        """Set the last use of READY keys to now, and with `expires` the time until which they are kept if possible."""
+        """Set the last use of READY keys to now, and with `expires` at least this time until which they are kept."""
         sets, ways, ready, _ = self._look_up(keys)
         # A prefix loses its last blocks first.
         self._used[sets[ready], ways[ready]] = time.time() - 1e-6 * np.arange(np.count_nonzero(ready))
         if expires:
-            self._expires[sets[ready], ways[ready]] = int(expires)
+            at = sets[ready], ways[ready]
+            self._expires[at] = np.maximum(self._expires[at], int(expires))
 
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
         """Give keys a slot to be written; return which ones have got it [n].

@@ -102,7 +102,9 @@ class Stores:
     def leave(self, state: RequestState, step_id: int) -> None:
         """A request has left its slot. `step_id` is the last planned step."""
         if (progress := self._progress.pop(state, None)) is None:
-            return
+            if not state.request.cache_ttl_s:
+                return
+            progress = _Progress(len(state.block_hashes))  # cached before; they get its lifetime
         self._grown.pop(state, None)
         if progress.cached > progress.due and progress.cached >= self._least:
             self._make_due(state, progress, step_id)

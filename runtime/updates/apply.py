@@ -6,14 +6,26 @@ is replaced: its form may depend on the numbers."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 
+from runtime.base.types import CallboardError
 from runtime.kernels.linear import weight_memory
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import LayerBuilder
 from runtime.updates.in_place import InPlace
+
+
+@torch.no_grad()
+def taken(old: Any, new: Any, in_place: bool) -> Any:
+    """Return the object that serves new weights: on a GPU the old one, because sleep gives its memory back."""
+    if in_place:
+        with suppress(CallboardError):  # plain numbers differ, such as the limits of a map's inputs
+            InPlace().copy_onto(old, new, "new weights")
+            return old
+    return new
 
 
 @torch.no_grad()

@@ -149,10 +149,10 @@ class ModelTensors:
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])
 
-    def is_complete(self, staged: SliceSet) -> bool:
-        """True if an update has every tensor of the model."""
-        seen = staged.seen
-        if (self._has_classifier and CLASSIFIER not in seen) or not seen >= self._tower:
+    def is_complete(self, staged: SliceSet, older: Iterable[SliceSet] = ()) -> bool:
+        """True if an update has every tensor of the model, or all but an image encoder that no `older` one changed."""
+        seen, has_tower = staged.seen, any(self._tower & each.of.keys() for each in older)
+        if (self._has_classifier and CLASSIFIER not in seen) or (has_tower and not seen >= self._tower):
             return False
         return all(dense in staged.dense or seen.issuperset(stored) for dense, stored in self._of_parameter.values())
 

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import builder_beside
 from runtime.models.weights import reader
 from runtime.quant.weight_format import TensorSource
-from runtime.updates.apply import apply_sections
+from runtime.updates.apply import apply_sections, taken
 from runtime.updates.model_tensors import HEAD_ROWS, TOWER, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors
 from runtime.updates.slices import Overlay, Recorder, SliceSet
@@ -173,7 +174,7 @@ class RunnerUpdates:
         staged = self._staged
         if not staged.seen:
             raise CallboardError("The update has no tensor; send its weights before its end.")
-        is_complete = self._tensors.is_complete(staged)
+        is_complete = self._tensors.is_complete(staged, self._applied())
         is_random = isinstance(self._parts.source, DummySource) and self._newest is None
         if is_random and not is_complete:
             raise CallboardError(
@@ -210,7 +211,8 @@ class RunnerUpdates:
         source = parts.source
         if isinstance(source, CheckpointSource):
             source = source.with_tensors(overlay)
-        self._changed(source if sections & {HEAD_ROWS, TOWER} else None)
+        take = partial(taken, in_place=self._device.type == "cuda")
+        self._changed(source if sections & {HEAD_ROWS, TOWER} else None, take)
 
     def store(self) -> None:
         """Write the applied weights to the store, and free the staged memory.
@@ -245,8 +247,11 @@ class RunnerUpdates:
             self._nccl.leave()
 
     def _overlay(self) -> Overlay:
-        layers = [layer.slices for layer in self._layers]
-        return Overlay(self._base, layers if self._newest is None else [*layers, self._newest])
+        return Overlay(self._base, self._applied())
+
+    def _applied(self) -> list[SliceSet]:
+        """The updates that the runner serves, the oldest first."""
+        return [*(layer.slices for layer in self._layers), *([] if self._newest is None else [self._newest])]
 
 
 def _tensors_of(source: ModelSource, parts: UpdateParts) -> TensorSource:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -132,8 +132,7 @@ class BlockCopier(Protocol):
         """`info` with the tier."""
 
     def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
-        """Allocate up to `staging_bytes` on a GPU for copies. `handles` has each rank's handle, and `barrier` waits for
-        all ranks."""
+        """Allocate up to `staging_bytes` on a GPU for copies. `handles` are the ranks', and `barrier` waits for all."""
 
     def start(self, plan: StepPlan) -> None:
         """Begin the plan's transfers. Stores read blocks as earlier plans leave them, and later plans may change them.
@@ -245,8 +244,10 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
 
 
+Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
+
 # Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
-WeightsChanged = Callable[[ModelSource | None], None]
+WeightsChanged = Callable[[ModelSource | None, Take], None]
 
 
 class WeightUpdates(Protocol):
@@ -288,8 +289,8 @@ class WeightUpdates(Protocol):
 class ReadsWeights(Protocol):
     """An extra with its own weights, in addition to the decoder's."""
 
-    def read_weights(self, source: ModelSource) -> None:
-        """Read them again."""
+    def read_weights(self, source: ModelSource, take: Take) -> None:
+        """Read them again. `take` keeps them in their memory where that matters."""
 
 
 @dataclass(frozen=True, slots=True)

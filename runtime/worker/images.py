@@ -17,7 +17,7 @@ from runtime.base.types import CallboardError
 from runtime.core.plan import Encoding, StepPlan
 from runtime.kernels.numerics import Numerics
 from runtime.models.forward_batch import Embeds
-from runtime.worker.extras import Copies, RunnerParts
+from runtime.worker.extras import Copies, RunnerParts, Take
 from runtime.worker.sources import ModelSource, Tower, image_info
 
 
@@ -42,9 +42,9 @@ class RunnerImages:
         dtype, device = self._numerics.dtype, self._numerics.device
         self.pool = torch.zeros(self._shape, dtype=dtype, device=device)
 
-    def read_weights(self, source: ModelSource) -> None:
+    def read_weights(self, source: ModelSource, take: Take) -> None:
         """Read the tower again, after an update of the weights."""
-        self.tower = source.load_tower(self._numerics)
+        self.tower = take(self.tower, source.load_tower(self._numerics))
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         return replace(info, images=self.info)

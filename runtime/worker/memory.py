@@ -168,9 +168,8 @@ def plan_memory(
 
 def has_tier(config: EngineConfig) -> bool:
     """True if the settings request a tier, which keeps blocks in the host's memory."""
-    name, size = (getattr(config, f"kv_tier_{field}", None) for field in ("name", "memory"))
     is_paged = config.prefix_cache and config.kv_layout == "paged" and config.block_size % 8 == 0
-    return name is not None and size != 0 and is_paged
+    return config.kv_tier_name is not None and config.kv_tier_memory != 0 and is_paged
 
 
 def tier_slot_bytes(kv_cache: KVCacheSpec, block_size: int) -> int:

@@ -40,6 +40,7 @@ from runtime.worker.extras import (
     RunnerParts,
     SleepMemory,
     StepExtra,
+    Take,
     UpdateParts,
     WeightUpdates,
 )
@@ -296,13 +297,13 @@ class ModelRunner:
         """The decoder is about to take new weights."""
         self.steps.drop_tapes()
 
-    def _weights_changed(self, source: ModelSource | None) -> None:
+    def _weights_changed(self, source: ModelSource | None, take: Take) -> None:
         """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
         for extra in (*self.extras, self.images):
             if source is not None and isinstance(extra, ReadsWeights):
-                extra.read_weights(source)
+                extra.read_weights(source, take)
 
     def update_weights(self, version: WeightVersion) -> str:
         """Take the staged weights between two steps. Returns the model's new fingerprint."""

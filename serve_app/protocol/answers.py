@@ -85,17 +85,18 @@ class ChoiceUsage:
 
 
 def usage(
-    num_prompt: int, num_cached: int, num_image: int, choices: Sequence[ChoiceUsage], speculates: bool
+    num_prompt: int, num_cached: int, details: dict[str, int], choices: Sequence[ChoiceUsage], speculates: bool
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object. Only servers with a draft report details of the completion.
+    """Return OpenAI's usage object. `details` count prompt tokens, too; zeros are left out.
 
+    Only servers with a draft report details of the completion.
     completion_tokens include accepted predictions but not rejected ones."""
     num_output = sum(choice.num_output for choice in choices)
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached} | ({"image_tokens": num_image} if num_image else {}),
+        "prompt_tokens_details": {"cached_tokens": num_cached} | {name: n for name, n in details.items() if n},
     }
     if speculates:
         num_accepted = sum(choice.num_accepted for choice in choices)

@@ -92,8 +92,7 @@ UNSUPPORTED_FIELDS = refused_fields(_INSTEAD)
 # Fields without an effect on answers here, by the reason. The header names them like unknown fields.
 _IGNORED = {
     "a hint to caches; equal prefixes are found without it": """
-        prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key
-        n_keep num_keep n_discard id_slot keep_alive""",
+        cache_prompt session_id extra_key n_keep num_keep n_discard id_slot keep_alive""",
     "names the client for the operator of another service": """
         safety_identifier metadata user_profile_id workspace_id custom_labels rid usage provider""",
     "a tariff or location of another service": "service_tier inference_geo speed access_programs route models",

@@ -154,9 +154,20 @@ class PreparedRequest(Generic[R]):
     def usage(self, choices: Sequence[ChoiceUsage]) -> dict[str, Any]:
         """Return OpenAI's usage object. A prompt counts once for all its choices, with the fewest cached tokens."""
         n, num_prompt = self.num_choices, sum(map(len, self.prompts.token_ids))
-        num_cached = sum(min(c.num_cached for c in choices[at : at + n]) for at in range(0, len(choices), n))
-        num_image = sum(map(self.num_image_tokens, range(0, len(self.requests), n)))
-        return usage(num_prompt, num_cached, num_image, choices, self.model.speculates)
+        cached = {at: min(c.num_cached for c in choices[at : at + n]) for at in range(0, len(choices), n)}
+        return usage(num_prompt, sum(cached.values()), self.prompt_details(cached), choices, self.model.speculates)
+
+    def prompt_details(self, cached: dict[int, int]) -> dict[str, int]:
+        """Return further counts of prompt tokens, for engine requests by their cached tokens."""
+        return {
+            "image_tokens": sum(map(self.num_image_tokens, cached)),
+            "cache_write_tokens": sum(self.num_written(at, num_cached) for at, num_cached in cached.items()),
+        }
+
+    def num_written(self, index: int, num_cached: int) -> int:
+        """Return the tokens of a prompt with cache hints that its request adds to the cache: those in full blocks."""
+        request, size = self.requests[index], self.model.info.block_size
+        return max(0, request.prompt_len // size * size - num_cached) if request.cache_ttl_s else 0
 
     def num_image_tokens(self, index: int) -> int:
         """Return the prompt tokens of engine request `index` that have an image's embedding."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -16,7 +17,17 @@ from runtime.output.options import OutputOptions
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.protocol.dialects import Dialect
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, VersionName, text_or_list_of
+from serve_app.protocol.shapes import (
+    TTL_SECONDS,
+    CacheControl,
+    CacheOptions,
+    OpenRequestModel,
+    RequestModel,
+    TokenId,
+    VersionName,
+    cache_marks,
+    text_or_list_of,
+)
 
 MAX_SCORED_IDS = 64  # ids in one request: entries at each answer token, besides the best
 MAX_BIASES = 1024  # biases in one request; this many in all slots make a step a few milliseconds longer
@@ -112,6 +123,9 @@ class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
+    cache_control: CacheControl | None = None  # marks the whole prompt
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     # kept from the end; -1 keeps what fits
@@ -131,6 +145,25 @@ class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
     def keep_s(self) -> float | None:
         """Return the idle time for which the model should stay loaded; None for the server's own."""
         return None
+
+    @property
+    def prewarms(self) -> bool:
+        """True if the prompt is only computed and cached."""
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
+
+    def contents(self) -> Iterable[Any]:
+        """The parts of the prompt that may have cache marks."""
+        return ()
+
+    def cache_ttl_s(self) -> float:
+        """Return the time for which caches should keep the prompt; 0 for their own. The longest of several counts."""
+        options, retention = self.prompt_cache_options, self.prompt_cache_retention
+        default = (options or CacheOptions()).ttl
+        ttls = [mark.ttl or default for mark in cache_marks(self.contents())]
+        ttls += [] if options is None or options.mode == "explicit" else [default]
+        ttls += [] if self.cache_control is None else [self.cache_control.ttl]
+        ttls += [retention] if retention == "24h" else []
+        return max((TTL_SECONDS[ttl] for ttl in ttls), default=0.0)
 
     def num_logprobs(self) -> int | None:
         """Return the alternatives to report at each position; None without log-probabilities."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar
 from urllib.parse import quote
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
@@ -25,6 +25,49 @@ class RequestModel(OpenOptions):
     """An object of a request; unknown fields are left out."""
 
     token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or several
+
+
+CacheTtl = Literal["5m", "30m", "1h", "12h", "24h"]
+TTL_SECONDS: dict[CacheTtl, float] = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
+
+
+class CacheControl(RequestModel):
+    """Anthropic's mark: the prompt up to here will be sent again within this time."""
+
+    type: Literal["ephemeral"]
+    ttl: CacheTtl = "5m"
+
+
+class CacheBreakpoint(RequestModel):
+    """OpenAI's mark of the same meaning."""
+
+    mode: Literal["explicit"]
+    ttl: CacheTtl | None = None  # None for the request's
+
+
+class CacheOptions(RequestModel):
+    """OpenAI's options for the cached prompt."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"  # "explicit": only breakpoints have a lifetime
+    ttl: CacheTtl = "30m"
+    prewarm: bool = False  # the prompt is computed and cached, and the answer is empty
+
+
+class MarkedModel(RequestModel):
+    """A part of a prompt that may end a cached prefix. Marks are left out of templates and stored conversations."""
+
+    cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None
+    prompt_cache_breakpoint: Annotated[CacheBreakpoint | None, Field(exclude=True)] = None
+
+
+def cache_marks(contents: Iterable[Any]) -> Iterator[CacheControl | CacheBreakpoint]:
+    """Yield the marks in contents, which may be texts, marked parts or lists of these."""
+    for content in contents:
+        if isinstance(content, list):
+            yield from cache_marks(content)
+        elif isinstance(content, MarkedModel):
+            yield from (mark for mark in (content.cache_control, content.prompt_cache_breakpoint) if mark is not None)
+            yield from cache_marks([getattr(content, "content", None)])
 
 
 class OpenRequestModel(RequestModel):

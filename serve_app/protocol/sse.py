@@ -143,6 +143,6 @@ class ChunkStream(EventStream):
             return self._close
         num_prompt, so_far = self._prepared.requests[index].prompt_len, self._usages[index]
         prepared = self._prepared
-        num_image = prepared.num_image_tokens(index)
-        counts = usage(num_prompt, so_far.num_cached, num_image, [so_far], prepared.model.speculates)
+        details = prepared.prompt_details({index: so_far.num_cached})
+        counts = usage(num_prompt, so_far.num_cached, details, [so_far], prepared.model.speculates)
         return b',"usage":' + encode_json(counts) + b"}\n\n"

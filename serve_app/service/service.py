@@ -232,6 +232,8 @@ class Service:
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
         prompts, limits = endpoint.limited_prompts(request, model)
+        if request.prewarms:
+            prompts, limits = replace(prompts, cut=Delta.drop_output), [1] * len(limits)
         lengths = [len(prompt) for prompt in prompts.token_ids]
         check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
@@ -269,6 +271,7 @@ class Service:
                 prediction=prompts.prediction,
                 min_weight_version="" if version is None else str(version),
                 images=prompts.images,
+                cache_ttl_s=request.cache_ttl_s() if self._config.prefix_cache else 0.0,
             )
             requests += requests_of(one, names, request.n or 1)
         stops = StopStrings(params.stop) if params.stop else None

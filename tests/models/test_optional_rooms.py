@@ -26,6 +26,7 @@ class Room(NamedTuple):
     assembly: tuple[tuple[str, str], ...] = ()  # (file, name): all lines with this name are deleted, with their import
 
 
+TIER = "acks", "copies", "gpu_copies", "pinning", "runner_tier"
 ROOMS = {
     "adapters": Room(
         ("runtime/features/adapter_weights.py", "runtime/models/lora.py"),
@@ -47,7 +48,7 @@ ROOMS = {
     "routed experts": Room(("runtime/features/expert_recorder.py",), ((RUNNER, "ExpertRecorder"),)),
     "sleep": Room(("runtime/worker/gpu/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
     "images": Room(("runtime/worker/images.py",), ((RUNNER, "RunnerImages"),)),
-    "tier": Room(("runtime/tier",), ((RUNNER, "tier_of"),)),
+    "tier": Room(tuple(f"runtime/tier/{name}.py" for name in TIER), ((RUNNER, "tier_of"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
     "recurrent states": Room(
         (

@@ -96,7 +96,8 @@ async def test_a_message_is_the_chat_of_the_same_request():
     assert (one.token_ids, one.params, one.seed) == (other.token_ids, other.params, other.seed)
     usage = message.usage
     assert usage.cache_read_input_tokens == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
-    assert usage.input_tokens + usage.cache_read_input_tokens == answer["usage"]["prompt_tokens"]
+    num_prompt = usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+    assert num_prompt == answer["usage"]["prompt_tokens"]
     assert usage.output_tokens == answer["usage"]["completion_tokens"]
 
 

@@ -169,7 +169,7 @@ def test_two_ranks_load_only_what_both_have(backend: str, tmp_path: Path):
 
     make(0, lambda: make(1))  # rank 0 waits until rank 1 is there
     made.reverse()
-    assert not list(Path(made[0].info.folder).glob("acks-*")), "the file has no name any more"
+    assert not list(made[0].region.folder.glob("acks-*")), "the file has no name any more"
     for own in made:
         own.fill(7)
         own.store([(0, 1), (0, 2)], "ab")

@@ -262,7 +262,6 @@ def test_long_requests_are_divided(ram, engine_disk):
 
 
 def test_a_killed_keeper_is_replaced(ram, engine_disk):
-    until(lambda: engine_disk._socket)
     os.kill(engine_disk._process.pid, signal.SIGSTOP)
     number = engine_disk.request(keys_of(1), 0)
     assert not engine_disk.has_ended(number)
@@ -275,7 +274,6 @@ def test_a_killed_keeper_is_replaced(ram, engine_disk):
 
 
 def test_a_stopped_keeper_delays_no_request(engine_disk):
-    until(lambda: engine_disk._socket)
     os.kill(engine_disk._process.pid, signal.SIGSTOP)
     keys = np.random.default_rng(0).bytes(16 * 4096)
     until(lambda: not engine_disk.request(keys, 0))
@@ -288,8 +286,6 @@ from pathlib import Path
 from runtime.tier.disk.keeper import Disk
 from tests.tier.test_keeper import open_ram, tier_info
 disk = Disk(tier_info(open_ram(Path({str(tmp_path)!r}))), Path({str(tmp_path / "disk")!r}), 1e12)
-while disk._socket is None:
-    time.sleep(0.01)
 print(disk._process.pid, flush=True)
 time.sleep(1e6)
 """

@@ -1,5 +1,6 @@
 """A model in this process, with a tier: the same tokens from a cache hit, a tier hit, a miss and after a death."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from runtime.base.types import SamplingParams
 from runtime.llm import LLM
+from runtime.tier.region import Region
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.tiers import flip_bits, num_entries
@@ -78,3 +80,18 @@ def test_a_full_region_keeps_tokens_right(start):
         assert [tokens for tokens, _ in answers(first)] == [tokens for tokens, _ in alone]
     assert num_entries("t") <= 48
     assert [tokens for tokens, _ in answers(start(kv_tier_memory=16 * 3 * 4096 / 2**30))] == [t for t, _ in alone]
+
+
+def test_a_new_region_is_filled_from_disk(start, tmp_path: Path):
+    """As after a reboot."""
+    first = start(kv_tier_folder=str(tmp_path / "disk"))
+    alone = answers(first)
+    (disk,) = (tmp_path / "disk").iterdir()
+    while num_entries("t") > num_entries("t", tmp_path / "disk"):
+        time.sleep(0.01)
+    Region.wipe(tmp_path / "tier" / disk.name)
+    second = start(kv_tier_folder=str(tmp_path / "disk"))
+    again = answers(second)
+    assert [tokens for tokens, _ in again] == [tokens for tokens, _ in alone]
+    assert all(cached >= LEAST for _, cached in again)
+    assert figures(second)["disk_tokens"] == figures(second)["hit_tokens"] == sum(cached for _, cached in again)

@@ -228,6 +228,12 @@ def test_an_entry_with_a_hint_is_kept_the_longest(one_set, clock):
     assert found(one_set, keys_of("early", "late", 2 * WAYS - 1, 0)) == [True, True, True, False]
 
 
+def test_a_shorter_lifetime_does_not_replace_a_longer_one(one_set, clock):
+    store(one_set, keys_of("hinted"), expires=clock.now + 3600)
+    one_set.touch(keys_of("hinted"), expires=clock.now + 300)
+    assert one_set.entries().expires.tolist() == [int(clock.now + 3600)]
+
+
 def test_entries_being_written_are_never_given_away(one_set, clock):
     assert one_set.reserve(keys_of(*range(WAYS)), salt=0).all()
     clock.now += 1e6

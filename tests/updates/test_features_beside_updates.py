@@ -117,6 +117,25 @@ def test_an_image_encoder_follows_an_update(tmp_path):
     assert torch.equal(logits_of(runner), want)
 
 
+def test_a_texts_update_is_complete_beside_an_old_encoder(tmp_path):
+    """The encoder is the checkpoint's on all engines, so older updates do not matter."""
+    save_tower_model(tmp_path, "mistral3")
+    second = changed(tensors_in(tmp_path))
+    text = {name: tensor for name, tensor in second.items() if "language_model" in name or "lm_head" in name}
+    runners = [start(tmp_path, weight_updates=True) for _ in range(2)]
+    update(runners[0], [ArraysPart(text)])
+    versions = [update(runner, [ArraysPart(text)], "2") for runner in runners]
+    assert versions[0].identity == versions[1].identity
+    update(runners[0], [ArraysPart(second)], "3")
+    versions = [update(runner, [ArraysPart(text)], "4") for runner in runners]
+    assert versions[0].identity != versions[1].identity, "one of them has a newer encoder"
+    versions = [update(runner, [ArraysPart(second)], "5") for runner in runners]
+    assert versions[0].identity == versions[1].identity
+    update(runners[1], [ArraysPart(dict([*text.items()][1:]))], "6")
+    versions = [update(runner, [ArraysPart(dict([*text.items()][1:]))], "7") for runner in runners]
+    assert versions[0].identity != versions[1].identity, "it lacks a tensor of the decoder"
+
+
 def start(folder: Path, **config) -> ModelRunner:
     sizes = {"num_kv_blocks": 80, "max_num_seqs": 4, "block_size": 4, "device": "cpu", "num_threads": 1}
     with mock.patch.object(ModelRunner, "_warm_up"):

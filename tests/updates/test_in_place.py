@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from runtime.base.types import CallboardError
+from runtime.kernels.numerics import Numerics
+from runtime.updates.apply import taken
 from runtime.updates.in_place import InPlace, tensors_of
+from runtime.worker.sources import CheckpointSource
+from tests.support.models.tower_cases import CASES, random_image, save_tower_model
+from tests.support.models.weight_updates import changed, tensors_in, write_changed
 
 
 class Slotted:
@@ -50,6 +55,24 @@ def test_every_tensor_takes_the_other_numbers_at_its_place():
     pairs = list(zip(tensors_of(old), tensors_of(new), strict=True))
     assert len(pairs) == 7
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_image_encoder_keeps_its_memory(case, tmp_path):
+    """On a GPU that memory is given back in sleep."""
+    save_tower_model(tmp_path / "first", case)
+    write_changed(tmp_path / "first", changed(tensors_in(tmp_path / "first")), tmp_path / "second")
+    numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=True)
+    old, new = (CheckpointSource(tmp_path / name).load_tower(numerics) for name in ("first", "second"))
+    image, places = random_image(CASES[case].sizes[0], 1)[0], [x.data_ptr() for x in tensors_of(old)]
+    want = new.encode(image, torch.from_numpy)
+    assert not torch.equal(old.encode(image, torch.from_numpy), want)
+    assert taken(old, new, in_place=False) is new
+    found = taken(old, new, in_place=True)
+    assert torch.equal(found.encode(image, torch.from_numpy), want)
+    has_limits = found is new  # they are plain numbers
+    assert has_limits == (case == "gemma4, clipped")
+    assert has_limits or [x.data_ptr() for x in tensors_of(found)] == places
 
 
 def test_a_shared_tensor_is_copied_once():

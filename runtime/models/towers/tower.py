@@ -140,7 +140,7 @@ class _Builder:
     def _added(self, norm: str, scale: str) -> list[Operation]:
         """What follows a layer's part before it is added."""
         operations: list[Operation] = [self.norm(norm)] if self.spec.post_norms else []
-        return operations + ([self.read(scale).mul] if self.spec.layer_scales else [])
+        return operations + ([partial(torch.mul, self.read(scale))] if self.spec.layer_scales else [])
 
     def steps(self, steps: Sequence[Step], index: int = 0) -> list[Operation]:
         return [self._step(step._replace(name=step.name.format(index))) for step in steps]

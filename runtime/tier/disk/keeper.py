@@ -48,7 +48,7 @@ class Disk:
     """The engine's side: look-ups in the disk region, and requests to its keeper. One thread uses it."""
 
     def __init__(self, ram: TierInfo, base: Path, write_rate: float = WRITE_RATE) -> None:
-        """Open or create a region like `ram` in the folder `base`, and start a keeper in the background.
+        """Open or create a region like `ram` in the folder `base`, and start a keeper.
 
         Raises:
             CallboardError: The folder cannot be used."""
@@ -57,10 +57,9 @@ class Disk:
         self._arguments = json.dumps(
             [ram.folder, str(self._region.folder), ram.layout, ram.num_slots, ram.slot_bytes, ram.num_ranks, write_rate]
         )
-        self._socket: socket.socket | None = None  # None before the first start
-        self._process: subprocess.Popen[bytes] | None = None
         self._last = self._ended = 0  # the last request, and the last one that has ended
         self._closing = threading.Event()
+        self._start()
         threading.Thread(target=self._keep_alive, name="tier-keeper", daemon=True).start()
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
@@ -74,15 +73,15 @@ class Disk:
             self._last += 1
             try:
                 message = _REQUEST.pack(self._last, salt, expires) + keys[at : at + 16 * _MAX_KEYS]
-                self._socket.send(message)  # type: ignore[union-attr]
-            except (AttributeError, OSError):
+                self._socket.send(message)
+            except OSError:
                 return 0
         return self._last
 
     def has_ended(self, number: int) -> bool:
         """Return whether a request has ended. All keys that it could copy are READY in RAM."""
-        with contextlib.suppress(AttributeError, OSError):
-            while reply := self._socket.recv(_NUMBER.size):  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
+            while reply := self._socket.recv(_NUMBER.size):
                 self._ended = _NUMBER.unpack(reply)[0]
         return number <= self._ended
 
@@ -94,23 +93,26 @@ class Disk:
 
     def restart(self) -> None:
         """Replace the keeper, which then finds another region at RAM's place."""
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            command = start.command("runtime.tier.disk.keeper", str(theirs.fileno()), self._arguments)
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._socket = ours
 
     def _keep_alive(self) -> None:
-        while not self._closing.is_set():
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            with theirs:
-                command = start.command("runtime.tier.disk.keeper", str(theirs.fileno()), self._arguments)
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            self._socket = ours
-            if self._closing.is_set():
-                self._process.kill()
+        while True:
             code = self._process.wait()
             self._ended = self._last
-            if not self._closing.wait(_RESTART_S):
-                logger.warning("The KV tier's keeper has ended (%d); another is started.", code)
+            if self._closing.wait(_RESTART_S):
+                return
+            logger.warning("The KV tier's keeper has ended (%d); another is started.", code)
+            self._start()
+            if self._closing.is_set():
+                self._process.kill()
 
 
 def keeper_main(

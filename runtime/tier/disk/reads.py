@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Set
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
+from runtime.base.types import CallboardError
 from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
 from runtime.tier.costs import Costs
-from runtime.tier.extra import LEAST_TOKENS
+from runtime.tier.disk.keeper import Disk
+from runtime.tier.extra import LEAST_TOKENS, Tier
 from runtime.tier.hits import TierHits
 from runtime.tier.keys import TierIndex, TierKeys, salt_number
+from runtime.tier.place import host
+
+logger = logging.getLogger(__name__)
 
 _MOST_S = 30.0  # a request then goes on without the disk's blocks
 _POLL_S = 0.001
@@ -37,6 +45,10 @@ class DiskIndex(Protocol):
 
     def has_ended(self, number: int) -> bool:
         """Return whether the request with this number has ended."""
+        ...
+
+    def restart(self) -> None:
+        """Look for another region in RAM's place."""
         ...
 
 
@@ -78,6 +90,10 @@ class DiskReads(Extra):
         self._reads: dict[RequestState, _Read] = {}
         self._figures = {"tier_disk_tokens": 0.0, "tier_disk_bytes": 0.0}
 
+    def restart(self) -> None:
+        """Continue with fresh runners, which may have another region."""
+        self._disk.restart()
+
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         keys = TierKeys(self._tier, len(kv_cache.caches))
         self._size, self._in_ram = kv_cache.block_size, TierHits(kv_cache, self._ram, keys)
@@ -116,3 +132,17 @@ class DiskReads(Extra):
     def on_idle(self) -> None:
         if self._reads:
             time.sleep(_POLL_S)
+
+
+def disk_reads_of(
+    config: EngineConfig, tier: Tier, info: ModelInfo, prefill_rate: Callable[[], float]
+) -> DiskReads | None:
+    """Return the reads that the settings want beside a tier, or None. An obstacle is one line of the log."""
+    if config.kv_tier_folder is None or info.tier is None or info.tier.host != host():
+        return None
+    try:
+        disk = Disk(info.tier, Path(config.kv_tier_folder))
+    except (CallboardError, OSError) as e:
+        logger.warning("KV tier on disk: off. %s", e)
+        return None
+    return DiskReads(info, tier.index, disk, time.time, prefill_rate)

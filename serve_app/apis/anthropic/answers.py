@@ -10,9 +10,15 @@ from msgspec import Struct
 from serve_app.protocol.operation import Operation
 
 
+class CacheCreation(Struct):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(Struct):
     input_tokens: int
     cache_creation_input_tokens: int
+    cache_creation: CacheCreation
     cache_read_input_tokens: int
     output_tokens: int
 

@@ -17,6 +17,7 @@ from serve_app.protocol.errors import ApiError, anthropic_body
 from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
+from serve_app.protocol.shapes import TTL_SECONDS
 from serve_app.protocol.sse import EventStream
 
 
@@ -136,10 +137,16 @@ def _end(delta: Delta) -> dict[str, Any]:
 
 
 def _usage(prepared: PreparedRequest[ChatRequest], choice: ChoiceUsage) -> dict[str, Any]:
-    """Return Anthropic's usage object. Its input tokens exclude cached ones."""
+    """Return Anthropic's usage object. Its input tokens exclude tokens from the cache, and new ones in it."""
+    request, num_written = prepared.requests[0], prepared.num_written(0, choice.num_cached)
+    is_long = request.cache_ttl_s > TTL_SECONDS["5m"]
     return {
-        "input_tokens": prepared.requests[0].prompt_len - choice.num_cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": request.prompt_len - choice.num_cached - num_written,
+        "cache_creation_input_tokens": num_written,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": 0 if is_long else num_written,
+            "ephemeral_1h_input_tokens": num_written if is_long else 0,
+        },
         "cache_read_input_tokens": choice.num_cached,
         "output_tokens": choice.num_output,
     }

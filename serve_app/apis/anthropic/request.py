@@ -5,6 +5,7 @@ The chat's model checks the values."""
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -16,12 +17,26 @@ from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import NO_THREADS, ApiError
 from serve_app.protocol.sampling import MAX_SESSION_CHARS
-from serve_app.protocol.shapes import RequestModel, TextOrList, check_absent, text_or_list_of, type_of
+from serve_app.protocol.shapes import (
+    TTL_SECONDS,
+    CacheBreakpoint,
+    CacheControl,
+    CacheOptions,
+    MarkedModel,
+    RequestModel,
+    TextOrList,
+    cache_marks,
+    check_absent,
+    text_or_list_of,
+    type_of,
+)
+
+_MAX_MARKS = 4  # cache breakpoints that this API allows
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
 
-class TextBlock(RequestModel):
+class TextBlock(MarkedModel):
     type: Literal["text"]
     text: str
 
@@ -39,7 +54,7 @@ class RedactedThinkingBlock(RequestModel):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(RequestModel):
+class ToolUseBlock(MarkedModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -68,7 +83,7 @@ _ResultBlock = Annotated[
 _Result = Annotated[TextOrList[str, Annotated[list[_ResultBlock], Field(fail_fast=True)]], _CONTENT_SHAPE]
 
 
-class ToolResultBlock(RequestModel):
+class ToolResultBlock(MarkedModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Result | None = None
@@ -176,7 +191,7 @@ def _answer(blocks: list[Any]) -> dict[str, Any]:
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-class MessageTool(RequestModel):
+class MessageTool(MarkedModel):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -275,6 +290,7 @@ class CountTokensRequest(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # older name for output_config.format
+    cache_control: CacheControl | None = None  # marks the whole prompt
 
     def check(self) -> None:
         if (self.model_extra or {}).get("thread") is not None:  # the SDK then goes on without threads
@@ -283,10 +299,18 @@ class CountTokensRequest(RequestModel):
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
         self._check_results()
+        if (num_marks := len(self._marks)) > _MAX_MARKS:
+            raise invalid("cache_control", f"marks {num_marks} blocks; send it with at most {_MAX_MARKS}")
         check_new_parts("messages", [message.turn() for message in self.messages])
         last = self.messages[-1].content
         if isinstance(last, list) and any(isinstance(block, ToolUseBlock) for block in last):
             raise invalid(f"messages.{len(self.messages) - 1}", "is a tool_use without its tool_result after it")
+
+    @cached_property
+    def _marks(self) -> list[CacheControl | CacheBreakpoint]:
+        """The cache breakpoints."""
+        marked = [self.tools, self.system, *(message.content for message in self.messages)]
+        return [*cache_marks(marked), *([] if self.cache_control is None else [self.cache_control])]
 
     def _check_results(self) -> None:
         """Raise FieldError for the result of a tool without a call before it."""
@@ -328,6 +352,9 @@ class CountTokensRequest(RequestModel):
         if own_kwargs is not None:
             both = isinstance(own_kwargs, dict) and "chat_template_kwargs" in fields
             fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | own_kwargs if both else own_kwargs
+        if self._marks:
+            longest = max((mark.ttl or CacheOptions().ttl for mark in self._marks), key=TTL_SECONDS.__getitem__)
+            fields["cache_control"] = {"type": "ephemeral", "ttl": longest}
         output = self.output_config
         form = self.output_format if output is None or output.format is None else output.format
         if form is not None:
@@ -361,7 +388,7 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)]  # 0 only computes and caches the prompt
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -372,6 +399,8 @@ class MessagesRequest(CountTokensRequest):
     def chat_fields(self) -> dict[str, Any]:
         names = "max_tokens", "stream", "temperature", "top_p", "top_k"
         fields = super().chat_fields() | {name: getattr(self, name) for name in names}
+        if not self.max_tokens:
+            fields |= {"max_tokens": None, "prompt_cache_options": {"mode": "explicit", "prewarm": True}}
         user = None if self.metadata is None else self.metadata.user_id
         session = {} if user is None else {"prompt_cache_key": user[:MAX_SESSION_CHARS]}
         return fields | {"stop": self.stop_sequences, "user": user} | session

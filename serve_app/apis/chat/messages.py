@@ -24,6 +24,7 @@ from runtime.output.tools import KIND
 from serve_app.protocol.shapes import (
     LEGACY,
     MAX_VALUES,
+    MarkedModel,
     RequestModel,
     TextOrList,
     has_too_many_values,
@@ -36,7 +37,7 @@ from serve_app.protocol.shapes import (
 T = TypeVar("T")
 
 
-class TextPart(RequestModel):
+class TextPart(MarkedModel):
     """A part in a chat, or in a response's items."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -57,7 +58,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # roles in OpenAI'
 INSTRUCTING = ("system", "developer")  # roles that instruct the model
 
 
-class OtherPart(RequestModel):
+class OtherPart(MarkedModel):
     """A part that is not a text, such as a document. The model sees its text, or a note that it is missing."""
 
     model_config = ConfigDict(extra="allow")

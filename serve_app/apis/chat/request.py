@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -66,6 +67,9 @@ class ChatRequest(SamplingFields, ChatOptions):
     def ignored_fields(self) -> list[str]:
         parts = unread("messages", (message.content for message in self.messages))
         return super().ignored_fields() + hosted(self.tools) + parts
+
+    def contents(self) -> Iterable[Any]:
+        return (message.content for message in self.messages)
 
     def images(self) -> list[ImagePart]:
         """The pictures in the messages, in order."""

@@ -18,6 +18,7 @@ from serve_app.protocol.answers import ChoiceUsage, encode_json, logprob_entry
 from serve_app.protocol.dialects import RESPONSES
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
+from serve_app.protocol.shapes import TTL_SECONDS
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 
 _TEXTS_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
@@ -127,14 +128,15 @@ class ResponseBuilder:
         if delta.reasoning:
             self._add_piece(self._opened("reasoning"), delta.reasoning)
         is_last = delta.finish_reason is not None
-        if is_last and not (delta.reasoning or delta.calls or self.output or self._open):
+        prewarms = self._prepared.request.prewarms
+        if is_last and not (prewarms or delta.reasoning or delta.calls or self.output or self._open):
             self._opened("message")  # an empty answer
         if delta.text or (is_last and self._scores and self._is_open("message")):
             self._add_piece(self._opened("message"), delta.text)
         for call in delta.calls:
             self._add_call(call)
         if is_last:
-            self._end("incomplete" if delta.finish_reason == "length" else "completed")
+            self._end("incomplete" if delta.finish_reason == "length" and not prewarms else "completed")
 
     def fail(self, error: ApiError) -> None:
         """End the response with an error; its output so far stays."""
@@ -255,9 +257,16 @@ class ResponseBuilder:
     def _usage_object(self) -> dict[str, Any]:
         counts = self._prepared.usage([self._usage])
         details = {"reasoning_tokens": self._num_reasoning} | counts.get("completion_tokens_details", {})
+        input_details = {"cache_write_tokens": 0} | counts["prompt_tokens_details"]
+        if num_written := input_details["cache_write_tokens"]:
+            is_long = self._prepared.requests[0].cache_ttl_s > TTL_SECONDS["30m"]
+            input_details["cache_write_tokens_details"] = {
+                "ttl_30m_tokens": 0 if is_long else num_written,
+                "ttl_12h_tokens": num_written if is_long else 0,
+            }
         return {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "input_tokens_details": input_details,
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": details,
             "total_tokens": counts["total_tokens"],

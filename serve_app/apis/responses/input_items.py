@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -237,6 +237,11 @@ def _turn(item: InputItem) -> tuple[str, Any]:
         case CallOutput() | AddedTools(call_id=str()) | HostedItem() if "output" in item.type:
             return "tool", getattr(item, "output", None)
     return "assistant", None
+
+
+def contents(items: Sequence[InputItem]) -> Iterator[Any]:
+    """Return each item's content: a text, or a list of parts."""
+    return (_turn(item)[1] for item in items)
 
 
 def left_out(items: Sequence[InputItem]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +20,7 @@ from serve_app.apis.responses.input_items import (
     InputMessage,
     as_messages,
     check_new,
+    contents,
     encoded,
     left_out,
 )
@@ -154,6 +155,9 @@ class ResponsesRequest(SamplingFields):
         """The request's tools, and its items' tools."""
         later = (tool for item in self.items() if isinstance(item, AddedTools) for tool in item.tools)
         return OfferedTools([*(self.tools or ()), *later])
+
+    def contents(self) -> Iterable[Any]:
+        return contents(self.items())
 
     def items(self) -> list[InputItem]:
         """The input as items."""

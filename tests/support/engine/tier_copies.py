@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from runtime.base.kv_cache_spec import KVCacheSpec, KVGroupSpec, StateGroupSpec
-from runtime.base.model_info import TierInfo
 from runtime.core.plan import StepPlan, StepResult, Transfers
 from runtime.kernels.numerics import Numerics
 from runtime.tier.region import Region
-from runtime.tier.runner_tier import open_tier
+from runtime.tier.runner_tier import copier_of
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import tier_slot_bytes
 from runtime.worker.state_cache import StateCache
@@ -72,13 +71,13 @@ class CopiedCache:
         barrier=lambda: None,
     ) -> None:
         numerics, slot_bytes = numerics_of(backend), tier_slot_bytes(spec, SIZE)
-        self.num_parts = 0 if spec.states is None else -(-spec.states.bytes_per_state // slot_bytes)
-        info = TierInfo(
-            str(folder / "tier"), repr(spec), slot_bytes, num_slots, len(handles), state_slots=self.num_parts
+        self.spec, self.device = spec, numerics.device
+        # The engine's, and the runner's
+        self.region, own = (
+            Region.open(folder / "tier", repr(spec), num_slots, slot_bytes, len(handles)) for _ in range(2)
         )
-        self.info, self.spec, self.device = info, spec, numerics.device
-        self.region = Region.open(Path(info.folder), info.layout, num_slots, slot_bytes, len(handles))
-        self.copier = open_tier(info, rank, numerics)
+        self.copier = copier_of(own, spec, repr(spec), rank, numerics)
+        self.num_parts = self.copier.info.state_slots
         states = None if spec.states is None else StateCache(spec.states, 12, 4, numerics.device)
         self.cache = KVCache(spec, num_blocks, SIZE, numerics.device, states=states)
         self.num_blocks, self._numbers, self._step = num_blocks, 0, 0

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime.tier.place import base_folder
 from runtime.tier.region import Region
 
-DEADLINE_S = 300.0  # only a fault reaches it
+DEADLINE_S = 60.0  # only a fault reaches it
 PROMPT_LEN, BLOCK = 2000, 16
 WHOLE = (PROMPT_LEN - 1) // BLOCK * BLOCK  # tokens that a later request with the same prompt does not compute
 
@@ -73,8 +73,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def regions_of(name: str) -> list[Path]:
-    return sorted(head.parent for head in base_folder().glob(f"{name}-*/head"))
+def regions_of(name: str, base: Path | None = None) -> list[Path]:
+    return sorted(head.parent for head in (base or base_folder()).glob(f"{name}-*/head"))
 
 
 def opened(folder: Path) -> Region:
@@ -85,10 +85,10 @@ def opened(folder: Path) -> Region:
     return Region.open(folder, layout, slots, size, ranks)
 
 
-def num_entries(name: str) -> int:
-    """READY entries of a tier."""
+def num_entries(name: str, base: Path | None = None) -> int:
+    """READY entries of a tier, in memory or in another folder."""
     count = 0
-    for folder in regions_of(name):
+    for folder in regions_of(name, base):
         region = opened(folder)
         count += region.figures().entries
         region.close()
