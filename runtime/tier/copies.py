@@ -201,8 +201,9 @@ class CpuCopier(TierCopier):
     def _load(self, batch: Batch) -> None:
         for one in batch.cut(1):
             expected, size = self.region.sums(self.rank, one.slots), one.size
-            found = self._staging[:, :size].copy_(self.payload[int(one.slots[0]), :size])
-            fits = payload_sums(found.numpy().view(np.uint8), one.keys) == expected
+            found = self._staging[:, :size].numpy()
+            np.copyto(found, self.payload[int(one.slots[0]), :size].numpy())
+            fits = payload_sums(found.view(np.uint8), one.keys) == expected
             fits &= self.region.has_keys(one.slots, one.keys)
             first = 0
             for runs, starts in zip(one.runs, torch.from_numpy(one.starts), strict=True):

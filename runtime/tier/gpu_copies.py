@@ -162,6 +162,7 @@ class GpuCopier(TierCopier):
         assert lane.bounce is not None
         return lane.bounce[i]
 
+    @torch.inference_mode()
     def _copy_out(self, lane: _Lane, job: _Job, unpinned: set[int]) -> None:
         """Copy from the bounce to the slots, in a thread."""
         assert lane.bounce is not None

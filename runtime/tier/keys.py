@@ -55,21 +55,20 @@ class TierKeys:
             digest = blake2b(name.encode(), key=info.environment[:64], digest_size=KEY_BYTES).digest()
             return np.frombuffer(digest, np.uint64)
 
-        self._blocks = [pattern(f"block {group}") for group in range(num_groups)]
+        self._blocks: list[NDArray[np.uint64]] = [pattern(f"block {group}") for group in range(num_groups)]
         self._parts = np.array([pattern(f"state {part}") for part in range(info.state_slots)], np.uint64).reshape(-1, 2)
 
     def of_blocks(self, block_hashes: Sequence[bytes], group: int) -> bytes:
         """Return the keys of blocks in a KV group."""
-        return (_words(block_hashes) ^ self._blocks[group]).tobytes()
+        return bytes((_words(block_hashes) ^ self._blocks[group]).tobytes())
 
     def of_first_parts(self, block_hashes: Sequence[bytes]) -> bytes:
         """Return the key of each state's first part. `block_hashes` are of the blocks that end the states' prefixes."""
-        return (_words(block_hashes) ^ self._parts[0]).tobytes()
+        return bytes((_words(block_hashes) ^ self._parts[0]).tobytes())
 
     def of_parts(self, block_hash: bytes) -> bytes:
         """Return the keys of all parts of a state."""
-        keys: NDArray[np.uint64] = _words([block_hash]) ^ self._parts
-        return keys.tobytes()
+        return bytes((_words([block_hash]) ^ self._parts).tobytes())
 
 
 def split(keys: bytes) -> list[bytes]:

@@ -36,6 +36,11 @@ class Pinned:
         """True if all slots are pinned."""
         return self.num_slots == len(self._payload)
 
+    @property
+    def is_pinning(self) -> bool:
+        """True while the thread runs. It ends when all slots are pinned, or after an error."""
+        return self._thread.is_alive()
+
     def _pin(self) -> None:
         start, slot_bytes = time.perf_counter(), self._payload.stride(0) * 8
         try:
@@ -57,7 +62,7 @@ class Pinned:
     def close(self) -> None:
         """Unpin all. No copy is in flight."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self.is_pinning:
             self._thread.join()
         self.num_slots = 0
         while self._pieces:

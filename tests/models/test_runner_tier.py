@@ -31,8 +31,13 @@ BACKENDS = [
 ]
 
 
-def start(folder: Path, backend: str = "auto", spec=TINY, **config) -> Driver:
-    settings = {"kv_tier_name": "test", "kv_tier_folder": str(folder), "kv_tier_memory": 0.01}
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))
+
+
+def start(backend: str = "auto", spec=TINY, **config) -> Driver:
+    settings = {"kv_tier_name": "test", "kv_tier_memory": 0.01}
     return Driver(tiny_runner(spec, kernel_backend=backend, deterministic=True, **settings | config), seed=len(config))
 
 
@@ -72,8 +77,8 @@ def transfer(driver: Driver, stores: Transfers | None = None, loads: Transfers |
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", [TINY, WINDOWS], ids=["tiny", "windows"])
-def test_new_runner_continues_with_the_same_bits(spec, backend: str, tmp_path: Path):
-    old = start(tmp_path, backend, spec)
+def test_new_runner_continues_with_the_same_bits(spec, backend: str):
+    old = start(backend, spec)
     assert isinstance(old.runner.tier, GpuCopier if backend == "triton" else CpuCopier)
     old.open(0, PROMPT)
     want = old.prefill(0, PROMPT, (64,))
@@ -82,7 +87,7 @@ def test_new_runner_continues_with_the_same_bits(spec, backend: str, tmp_path: P
     assert sorted(transfer(old, stores).stored) == stores.numbers.tolist()
     old.runner.tier.close()
 
-    new = start(tmp_path, backend, spec, num_kv_blocks=100)
+    new = start(backend, spec, num_kv_blocks=100)
     new.open(0, PROMPT)
     loads = transfers(new, 0, 4)
     assert sorted(transfer(new, loads=loads).loaded) == loads.numbers.tolist()
@@ -91,8 +96,8 @@ def test_new_runner_continues_with_the_same_bits(spec, backend: str, tmp_path: P
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_states_of_a_hybrid_return(backend: str, tmp_path: Path):
-    old = start(tmp_path, backend, HYBRID, kv_tier_memory=0.05)
+def test_states_of_a_hybrid_return(backend: str):
+    old = start(backend, HYBRID, kv_tier_memory=0.05)
     info = old.runner.info.tier
     assert info.state_slots > 0
     rows = old.runner.steps.cache.states.rows
@@ -107,9 +112,9 @@ def test_states_of_a_hybrid_return(backend: str, tmp_path: Path):
     old.runner.tier.close()
 
 
-def test_rows_and_transfers_share_a_step(tmp_path: Path):
+def test_rows_and_transfers_share_a_step():
     """The stored block is the one that earlier plans have left, and the step's own row overwrites it."""
-    driver = start(tmp_path)
+    driver = start()
     driver.open(0, PROMPT)
     driver.prefill(0, PROMPT[:32])
     before, stores = driver.runner.steps.cache.layers[0].values.clone(), transfers(driver, 0, 1)
@@ -134,12 +139,12 @@ def replace_blocks(found: Transfers, block: int) -> Transfers:
     return Transfers(found.numbers, found.groups, np.full_like(found.blocks, block), found.parts, found.keys)
 
 
-def test_runner_without_a_tier_starts_no_copies(tmp_path: Path):
-    on, off = start(tmp_path), start(tmp_path, kv_tier_memory=0)
+def test_runner_without_a_tier_starts_no_copies():
+    on, off = start(), start(kv_tier_memory=0)
     assert off.runner.tier is off.runner.steps.copier is off.runner.info.tier is None
     assert replace(on.runner.info, tier=None) == off.runner.info
-    assert tiny_runner(kv_tier_name="a", kv_tier_folder=str(tmp_path), prefix_cache=False).tier is None
-    assert tiny_runner(kv_tier_name="a", kv_tier_folder=str(tmp_path), is_draft=True).tier is None
+    assert tiny_runner(kv_tier_name="a", prefix_cache=False).tier is None
+    assert tiny_runner(kv_tier_name="a", is_draft=True).tier is None
     on.runner.tier.close()
 
 

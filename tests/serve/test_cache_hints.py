@@ -82,7 +82,7 @@ async def test_anthropic_marks_set_the_lifetime(fields: dict[str, Any], ttl_s: f
         ({"prompt_cache_retention": "24h"}, 86_400),
         ({"messages": user(text(prompt_cache_breakpoint=EXPLICIT))}, 1800),
         ({"messages": user(text(prompt_cache_breakpoint={**EXPLICIT, "ttl": "12h"}))}, 43_200),
-        ({"messages": user(text(cache_control=IN_1_H))}, 3600),  # as proxies send it
+        ({"messages": user(text(cache_control=IN_1_H))}, 3600),  # proxies send it
         (
             {
                 "messages": user(text(prompt_cache_breakpoint=EXPLICIT)),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.kernels.triton_language import jit, tl
 
@@ -35,9 +37,9 @@ def gather_runs_torch(
     slots: torch.Tensor,  # [n, slot_words] int64
     first: int,  # the slots' word at which the runs begin
 ) -> None:
-    """Copy blocks into slots."""
-    for start, slot in zip(starts.tolist(), slots, strict=True):
-        slot[first : first + runs.size].view(runs.num_runs, runs.run).copy_(_block(runs, start))
+    """Copy blocks into slots, on a CPU."""
+    for start, slot in zip(starts.tolist(), slots.numpy(), strict=True):
+        np.copyto(_parts(slot, first, runs), _block(runs, start))
 
 
 def scatter_runs_torch(
@@ -47,15 +49,21 @@ def scatter_runs_torch(
     first: int,
     fits: torch.Tensor,  # [n] bool; false leaves a block as it is
 ) -> None:
-    """Copy slots into blocks."""
-    for start, slot, fit in zip(starts.tolist(), slots, fits.tolist(), strict=True):
+    """Copy slots into blocks, on a CPU."""
+    for start, slot, fit in zip(starts.tolist(), slots.numpy(), fits.tolist(), strict=True):
         if fit:
-            _block(runs, start).copy_(slot[first : first + runs.size].view(runs.num_runs, runs.run))
+            np.copyto(_block(runs, start), _parts(slot, first, runs))
 
 
-def _block(runs: BlockRuns, start: int) -> torch.Tensor:
-    """A block's memory, [num_runs, run]."""
-    return runs.words.as_strided((runs.num_runs, runs.run), (runs.stride, 1), start)
+def _block(runs: BlockRuns, start: int) -> NDArray[np.int64]:
+    """A block's memory, [num_runs, run]. Numpy copies in this thread; torch divides even small copies among threads."""
+    found: NDArray[np.int64] = runs.words.as_strided((runs.num_runs, runs.run), (runs.stride, 1), start).numpy()
+    return found
+
+
+def _parts(slot: NDArray[np.int64], first: int, runs: BlockRuns) -> NDArray[np.int64]:
+    """A slot's memory for the runs."""
+    return slot[first : first + runs.size].reshape(runs.num_runs, runs.run)
 
 
 @jit(do_not_specialize_on_alignment=["starts_ptr", "fits_ptr"])

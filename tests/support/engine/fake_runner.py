@@ -180,6 +180,7 @@ def check_integrity(core: EngineCore) -> None:
     s = core.scheduler
     assert s.find_faults() == []
     held = Counter(b for state in s.running for table in state.tables for b in table)
+    held.update(s.kv_cache.lent)
     if all(group.window is None for group in (s.info.kv_cache or KVCacheSpec(())).groups):
         assert 0 not in held
     del held[0]  # in place of a block that a window has freed

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,13 @@ async def all_answered(
     return await asyncio.gather(*(answered(client, number, num_tokens) for number in numbers))
 
 
-async def tier_figures(client: httpx.AsyncClient) -> dict[str, dict[str, float]]:
-    """The metrics of the tier without their prefix, by engine."""
-    text = (await client.get("/metrics")).raise_for_status().text
-    found: dict[str, dict[str, float]] = {}
+async def summed_figures(client: httpx.AsyncClient) -> Counter[str]:
+    """The metrics of the tier without their prefix, as sums over the engines."""
+    text, found = (await client.get("/metrics")).raise_for_status().text, Counter[str]()
     for family in text_string_to_metric_families(text):
         if family.name.startswith("callboard:kv_tier_"):
             for sample in family.samples:
-                own = found.setdefault(sample.labels["engine"], {})
-                own[family.name.removeprefix("callboard:kv_tier_")] = sample.value
+                found[family.name.removeprefix("callboard:kv_tier_")] += sample.value
     return found
 
 
