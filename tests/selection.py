@@ -38,7 +38,7 @@ OLDEST_RAY = (
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
-_WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_updates", "ranks"}
+_WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_tier", "rank_updates", "ranks"}
 # mark -> the tests that a session without --all leaves out; with --share it runs a part of the thorough ones
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 

@@ -11,6 +11,7 @@ Milliseconds are times to the first token, medians over the repeats.
 
     | line | figure | what |
     | --- | --- | --- |
+    | prompt | prompt_ms | the first engine's prompt |
     | resume | first_ms | the next turn, once the second engine is ready |
     | | tier_ms | the same again; the device's cache is emptied before it |
     | | device_ms, computed_ms | the same with the device's blocks, and with none, under another salt |
@@ -62,60 +63,65 @@ def main() -> None:
     args = parser.parse_args()
     config = engine_config(args.set, kv_tier_memory=args.memory, kv_tier_name=f"benchmark-{os.getpid()}")
     assert config.tensor_parallel_size == 1, "a runner in the engine's process has one rank"
-    results = Results("tier", args.out)
+    results, starts = Results("tier", args.out), dict[str, float]()
+    common = {"model": args.model, "tokens": args.tokens, "turn": args.turn, "repeats": args.repeats}
+    named = replace(config, kv_tier_name=None)
     try:
-        first = _run(_first, args, config)
-        second = _run(_second, args, config)
-        third = _run(_third, args, replace(config, kv_tier_memory=0))
+        off = replace(config, kv_tier_memory=0)
+        for name, role, own in (("new_s", _first, config), ("full_s", _second, config), ("none_s", _third, off)):
+            for line, figures in _run(role, args, own):
+                if line == "start":
+                    starts[name] = figures["ready_s"]
+                else:
+                    results.add(named, **common, line=line, **figures)
     finally:
         forget(base_folder(), str(config.kv_tier_name))
-    config = replace(config, kv_tier_name=None)
-    common = {"model": args.model, "tokens": args.tokens, "turn": args.turn, "repeats": args.repeats}
-    results.add(config, **common, line="resume", prompt_ms=first["prompt_ms"], **second["resume"])
-    starts = {name: told["ready_s"] for name, told in (("new_s", first), ("full_s", second), ("none_s", third))}
-    results.add(config, **common, line="start", **starts)
-    for cell in second["overhead"]:
-        results.add(config, **common, line="overhead", **cell)
-    results.add(config, **common, line="copies", **second["copies"])
+        results.add(named, **common, line="start", **starts)
 
 
-def _run(role: Callable[..., None], args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
-    """Run a process until it has sent its figures, kill it, and return them."""
+_Line = tuple[str, dict[str, Any]]  # its name and figures
+
+
+def _run(role: Callable[..., None], args: argparse.Namespace, config: EngineConfig) -> Iterator[_Line]:
+    """Yield a process's lines, and kill it after the last one."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=role, args=(sender, args, config, time.monotonic()))
     process.start()
     sender.close()
     try:
-        figures: dict[str, Any] = receiver.recv()
+        while (line := receiver.recv()) is not None:
+            yield line
     finally:
         process.kill()
         process.join()
-    return figures
 
 
-def _first(figures: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
+def _first(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
     talk = Conversation(args, config)
-    ready = time.monotonic() - begun
+    lines.send(("start", {"ready_s": time.monotonic() - begun}))
     prompt_s, _ = talk.answer(talk.history)
     talk.finish()
-    figures.send({"ready_s": ready, "prompt_ms": prompt_s * 1e3})
+    lines.send(("prompt", {"prompt_ms": prompt_s * 1e3}))
+    lines.send(None)
     while True:  # until the kill
         talk.answer(talk.history + talk.text(args.turn), num_tokens=512)
 
 
-def _second(figures: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
+def _second(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
     talk = Conversation(args, config)
-    ready = time.monotonic() - begun
-    resume = talk.resume(args.repeats)
-    overhead = list(_overheads(talk.engine, args.cells, args.repeats))
-    copies = _copies(talk.engine, int(args.copied * _GIB))
-    figures.send({"ready_s": ready, "resume": resume, "overhead": overhead, "copies": copies})
+    lines.send(("start", {"ready_s": time.monotonic() - begun}))
+    lines.send(("resume", talk.resume(args.repeats)))
+    lines.send(("copies", _copies(talk.engine, int(args.copied * _GIB))))
+    for figures in _overheads(talk.engine, args.cells, args.repeats):
+        lines.send(("overhead", figures))
+    lines.send(None)
 
 
-def _third(figures: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
+def _third(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
     Engine(args.model, config)
-    figures.send({"ready_s": time.monotonic() - begun})
+    lines.send(("start", {"ready_s": time.monotonic() - begun}))
+    lines.send(None)
 
 
 class Conversation:
@@ -131,7 +137,8 @@ class Conversation:
         self._num_requests = 0
 
     def text(self, length: int) -> list[int]:
-        return self.engine.rng.integers(100, self.engine.info.vocab_size - 100, length).tolist()
+        tokens: list[int] = self.engine.rng.integers(100, self.engine.info.vocab_size - 100, length).tolist()
+        return tokens
 
     def answer(self, prompt: list[int], salt: str = "", num_tokens: int = _ANSWER) -> tuple[float, list[int]]:
         """Return the seconds until the first token, and all tokens."""
@@ -248,7 +255,7 @@ def _copies(engine: Engine, num_bytes: int) -> dict[str, float]:
         transfers = Transfers(numbers, 0 * numbers, numbers + 1, 0 * numbers, keys.tobytes())
         for name in ("store", "load"):
             begin, ended = time.perf_counter(), 0
-            plan = StepPlan(1 << 20, **{f"{name}s": transfers})
+            plan = StepPlan(1 << 20, stores=transfers) if name == "store" else StepPlan(1 << 20, loads=transfers)
             while ended < len(keys):
                 executor.submit(plan)
                 result = executor.collect()

@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,9 +64,10 @@ class Copied:
         transfers = Transfers(numbers, 0 * numbers, blocks, 0 * numbers, keys)
         if is_store:
             self.region.reserve(keys, seed)
+        stores, loads = (transfers, None) if is_store else (None, transfers)
         result, ended, good, start = StepResult(0, numbers[:0]), 0, 0, time.perf_counter()
         with torch.inference_mode():
-            self.copier.start(StepPlan(0, **{"stores" if is_store else "loads": transfers}))
+            self.copier.start(StepPlan(0, stores=stores, loads=loads))
         host = time.perf_counter() - start
         while ended < self.num_blocks:
             self.copier.report(result, wait=True)
@@ -79,14 +81,14 @@ class Copied:
         stores, loads, good = list[tuple[float, float]](), list[tuple[float, float]](), 0
         for seed in range(repeats + 1):  # the first one touches the region's memory
             stores.append(self.run(seed, is_store=True)[:2])
-            *times, num_loaded = self.run(seed, is_store=False)
-            loads.append((times[0], times[1]))
+            seconds, host_s, num_loaded = self.run(seed, is_store=False)
+            loads.append((seconds, host_s))
             good += num_loaded
             self.region.drop(np.random.default_rng(seed).bytes(16 * self.num_blocks))
         found: dict[str, float | bool] = {"loaded": good / (self.num_blocks * (repeats + 1))}
-        for name, times in (("store", stores[1:]), ("load", loads[1:])):
-            found[f"{name}_gb_s"] = self.num_bytes / median(all_s for all_s, _ in times) / 1e9
-            found[f"{name}_host_ms"] = median(host for _, host in times) * 1e3
+        for name, timed in (("store", stores[1:]), ("load", loads[1:])):
+            found[f"{name}_gb_s"] = self.num_bytes / median(whole for whole, _ in timed) / 1e9
+            found[f"{name}_host_ms"] = median(host for _, host in timed) * 1e3
         after = [runs.words for runs in self.cache.runs(0)]
         return found | {"equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True))}
 
@@ -101,7 +103,7 @@ def main() -> None:
     try:
         start = time.perf_counter()
         copied = Copied(folder, args.model, args.set, int(args.gib * _GIB))
-        facts = {"model": args.model, "slot_bytes": copied.region.slot_bytes, "gib": args.gib}
+        facts: dict[str, Any] = {"model": args.model, "slot_bytes": copied.region.slot_bytes, "gib": args.gib}
         copier = copied.copier
         if isinstance(copier, GpuCopier) and not copier.pinned.is_whole:
             pinned = copier.pinned

@@ -1,4 +1,4 @@
-"""A long prompt, `kill -9` of its engine and runner, and the next turn of the conversation.
+"""A long prompt, `kill -9` to its engine and runner, and the conversation's next turn.
 
     callboard serve Qwen/Qwen3-0.6B
     python -m benchmarks.faults.tier_demo --tokens 8000

@@ -189,7 +189,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
     min_weight_version: str = ""  # it waits for an engine with these weights or newer ones; empty for any
     images: tuple[ImageSpan, ...] = ()  # in the prompt, by position
-    cache_ttl_s: float = field(default=0.0, compare=False)  # seconds for which the tier keeps its blocks; 0: as usual
+    cache_ttl_s: float = field(default=0.0, compare=False)  # seconds until the tier may evict its blocks; 0 for no hint
     session: str = field(default="", compare=False)  # one session's requests go to one engine if costs allow it
     keeps_output: bool = field(default=False, compare=False)  # the engine keeps its tokens if its reader leaves
     resumes: bool = field(default=False, compare=False)  # it continues with the tokens that were kept under its id

@@ -60,6 +60,7 @@ class KVCacheManager:
         self.pool = BlockPool(info.num_kv_blocks, self.on_evict, order)
         self.lent = Counter[int]()  # blocks that transfers hold (runtime/tier), and how often
         self.on_cached: Callable[[RequestState], None] | None = None  # called when blocks of a request are cached
+        self.on_evicted: Callable[[list[int]], None] | None = None  # called with blocks that leave the cache
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
@@ -83,6 +84,8 @@ class KVCacheManager:
 
     def on_evict(self, blocks: list[int]) -> None:
         """The content of these cached blocks is about to be overwritten."""
+        if self.on_evicted is not None:
+            self.on_evicted(blocks)
         if self._num_groups == 1:
             self.cache.evict(blocks)
             return

@@ -129,7 +129,7 @@ class Tier(Extra):
         self._keys = keys = TierKeys(self._tier, len(kv_cache.caches))
         self._hits = TierHits(kv_cache, self.index, keys)
         self._stores = Stores(kv_cache, self.index, keys, self._least_tokens, self._clock)
-        kv_cache.on_cached = self._stores.on_cached
+        kv_cache.on_cached, kv_cache.on_evicted = self._stores.on_cached, self._stores.on_evicted
 
     def stats(self) -> dict[str, float]:
         """Counters, but for `tier_loads_in_flight` and the region's bytes. Bytes are all ranks'."""

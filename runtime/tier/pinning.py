@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 import time
+import weakref
 
 import torch
 
@@ -24,9 +25,10 @@ class Pinned:
         """`payload` is [num_slots, slot_words]. A slot has whole pages. A thread begins to pin on a GPU."""
         self._payload, self._device, self._stop = payload, device, threading.Event()
         self._pieces: list[int] = []  # addresses
-        self.num_slots = (
-            len(payload) if device.type != "cuda" else 0
-        )  # the pinned ones; without a GPU all count as pinned
+        self.num_slots = len(payload) if device.type != "cuda" else 0  # the pinned ones; all of them without a GPU
+        # It keeps the memory until the driver has unpinned it. When the process ends, the driver does so itself.
+        self._unpin = weakref.finalize(self, _unpin, self._pieces, device, payload)
+        self._unpin.atexit = False
         self._thread = threading.Thread(target=self._pin, name="tier-pinning", daemon=True)
         if device.type == "cuda":
             self._thread.start()
@@ -65,5 +67,11 @@ class Pinned:
         if self.is_pinning:
             self._thread.join()
         self.num_slots = 0
-        while self._pieces:
-            call("cuMemHostUnregister", ctypes.c_uint64(self._pieces.pop()))
+        self._unpin()
+
+
+def _unpin(pieces: list[int], device: torch.device, _: torch.Tensor) -> None:
+    if pieces:
+        torch.cuda.synchronize(device)  # copies may be in flight
+    while pieces:
+        call("cuMemHostUnregister", ctypes.c_uint64(pieces.pop()))

@@ -29,6 +29,7 @@ from runtime.tier.sums import key_words
 
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write
 _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after their last use
+_LEFT, _NEVER = 2, 9  # see _order_of
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
 
@@ -159,6 +160,7 @@ class Region:
         The others are present or reserved already, find no way to take, or another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
+        self.touch(keys)  # entries that are present have just been computed again
         with self._try_lock() as has_lock:
             if not has_lock:
                 return taken
@@ -185,8 +187,7 @@ class Region:
         pid = os.getpid()
         is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
         sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
-        self._done[sets, ways] = 0
-        self._low[sets, ways] = self._high[sets, ways] = 0
+        self._free(sets, ways)
 
     def prefault(self, stop: threading.Event) -> None:
         """Give all slots their memory, in a thread, until `stop` is set or memory is out. Later calls are quick.
@@ -215,43 +216,52 @@ class Region:
         """Return both sets of each key [n, 2]."""
         return (words % np.uint64(self._num_sets)).astype(np.int64)
 
-    def _reserve_in(
-        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
-    ) -> NDArray[np.bool_]:
-        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
-        now = time.time()
+    def _order_of(
+        self, pairs: NDArray[np.int64], salt: int, now: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return how late each way of the sets [n, 2] is taken for an entry with this salt, both [n, 2 * WAYS].
+
+        The first number decides, then the second. Ways up to _LEFT are without entry. Those with _NEVER stay."""
 
         def ways_of(field: NDArray[Any]) -> NDArray[Any]:
             return field[pairs].reshape(len(pairs), 2 * WAYS, *field.shape[2:])
 
-        low, high, until = map(ways_of, (self._low, self._high, self._expires))
-        used = np.nan_to_num(ways_of(self._used))
-        is_free = (low == 0) & (high == 0)
+        until, used, has_pages = ways_of(self._expires), np.nan_to_num(ways_of(self._used)), ways_of(self._has_pages)
+        is_free = (ways_of(self._low) == 0) & (ways_of(self._high) == 0)
         is_ready = ~is_free & (ways_of(self._done) == self._all_done).all(2)
         is_left = ~is_free & ~is_ready & ~(np.abs(now - used) <= _GRACE_S)
         is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
-        is_same = (low == words[:, :1]) & (high == words[:, 1:])
         is_mine = ways_of(self._salt) == salt
         over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
-        has_pages = ways_of(self._has_pages) != 0
-        order = np.select(  # the lowest is taken; 9 never
+        order = np.select(
             [
-                is_same & is_left,
-                (is_free | is_left) & has_pages,
-                is_free | is_left,
+                is_free & (has_pages != 0),
+                is_free & (now >= self._full_until),
+                is_left & (has_pages != 0),
                 ~is_ready,
                 (until > 0) & (until < now),
                 over_quota & ~is_mine & (now - used < _IDLE_S),
                 until > 0,
             ],
-            [0, 1, 2, 9, 3, 6, 5],
+            [0, 1, _LEFT, _NEVER, 3, 6, 5],
             4,
         )
-        order[~has_pages & (now < self._full_until)] = 9
-        best = np.where(order == order.min(1, keepdims=True), np.fmin(used, now), np.inf).argmin(1)
-        may: NDArray[np.bool_] = (order[np.arange(len(best)), best] < 9) & ~(is_same & ~is_left).any(1)
+        num_taken = np.repeat((~is_free).reshape(-1, 2, WAYS).sum(2), WAYS, 1)
+        return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
+
+    def _reserve_in(
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
+    ) -> NDArray[np.bool_]:
+        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
+        now, all_keys = time.time(), np.arange(len(pairs))
+        order, used = self._order_of(pairs, salt, now)
+        is_same = (self._low[pairs] == words[:, :1, None]) & (self._high[pairs] == words[:, 1:, None])
+        is_same = is_same.reshape(order.shape)
+        order[is_same & (order == _LEFT)] = -1  # it would be there twice
+        best = np.where(order == order.min(1, keepdims=True), used, np.inf).argmin(1)
+        may: NDArray[np.bool_] = (order[all_keys, best] < _NEVER) & ~(is_same & (order > _LEFT)).any(1)
         side, ways = np.divmod(best, WAYS)
-        sets = pairs[np.arange(len(best)), side]
+        sets = pairs[all_keys, side]
         for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
             may[i] = self._give_pages(int(sets[i]), int(ways[i]))
         sets, ways = sets[may], ways[may]
@@ -260,6 +270,10 @@ class Region:
         self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, now
         self._low[sets, ways], self._high[sets, ways] = words[may].T
         return may
+
+    def _free(self, sets: NDArray[np.int64], ways: NDArray[np.int64]) -> None:
+        self._done[sets, ways] = 0
+        self._low[sets, ways] = self._high[sets, ways] = 0
 
     def _give_pages(self, index: int, way: int) -> bool:
         """Allocate a slot's memory in the files. Without it, a write would end the process."""

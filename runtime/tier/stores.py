@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import Transfers
 from runtime.core.request_state import RequestState
+from runtime.core.states.snapshot_pool import Snapshot
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.tier.keys import KEY_BYTES, TierIndex, TierKeys, salt_number, split
 
@@ -42,6 +43,7 @@ class _Due:
     blocks: list[int]  # rows for parts
     parts: list[int]  # 0 for blocks
     keys: bytes
+    snapshot: Snapshot | None = None  # whose parts they are
 
     def split_off(self, count: int) -> _Due:
         """Remove and return the first `count` ones."""
@@ -49,7 +51,7 @@ class _Due:
         hashes, self.hashes = self.hashes[:count], self.hashes[count:]
         blocks, self.blocks = self.blocks[:count], self.blocks[count:]
         parts, self.parts = self.parts[:count], self.parts[count:]
-        return _Due(self.step_id, self.salt, self.expires, self.group, hashes, blocks, parts, keys)
+        return replace(self, hashes=hashes, blocks=blocks, parts=parts, keys=keys)
 
 
 def transfers_of(
@@ -79,6 +81,8 @@ class Stores:
         self._progress: dict[RequestState, _Progress] = {}  # requests in slots that have cached blocks
         self._grown: dict[RequestState, None] = {}  # among them, with more blocks since the last plan
         self._due: deque[_Due] = deque()
+        # Blocks evicted since the last plan. If they are cached again, rows of the next plan compute them.
+        self._evicted: set[int] = set()
         self._in_flight: dict[int, bytes] = {}  # keys by numbers
         self._spoilt: set[bytes] = set()  # keys in flight that are dropped afterwards
 
@@ -98,6 +102,10 @@ class Stores:
             if progress.cached - progress.due >= self._each:
                 self._make_due(state, progress, step_id)
         self._grown.clear()
+
+    def on_evicted(self, blocks: list[int]) -> None:
+        """These blocks leave the cache."""
+        self._evicted.update(blocks)
 
     def leave(self, state: RequestState, step_id: int) -> None:
         """A request has left its slot. `step_id` is the last planned step."""
@@ -130,11 +138,11 @@ class Stores:
             snapshots = self._kv_cache.snapshots
             for block_hash in state.block_hashes[begin:end]:
                 block = self._kv_cache.cache.find(block_hash)
-                if block is not None and (row := snapshots.row_at(block)) is not None:
+                if block is not None and (snapshot := snapshots.find(block)) is not None:
                     keys = self._keys.of_parts(block_hash)
                     parts = list(range(len(keys) // KEY_BYTES))
-                    hashes, rows = [block_hash] * len(parts), [row] * len(parts)
-                    self._due.append(_Due(step_id, salt, expires, STATE, hashes, rows, parts, keys))
+                    hashes, rows = [block_hash] * len(parts), [snapshot.row] * len(parts)
+                    self._due.append(_Due(step_id, salt, expires, STATE, hashes, rows, parts, keys, snapshot))
 
     def has_due(self, committed: int) -> bool:
         """Return True if a step can store something, as all up to `committed` are committed."""
@@ -162,6 +170,7 @@ class Stores:
                 blocks.append(now.blocks[at])
                 parts.append(now.parts[at])
                 taken_keys.append(key)
+        self._evicted.clear()
         if not numbers:
             return None
         return transfers_of(numbers, groups, blocks, parts, taken_keys)
@@ -169,15 +178,15 @@ class Stores:
     def _reserved(self, due: _Due) -> list[tuple[int, bytes]]:
         """Return positions and keys of those that are still cached and have got a place in the tier."""
         cache = self._kv_cache.caches[max(0, due.group)]
-        if due.group == STATE:
-            assert isinstance(self._kv_cache, StateCacheManager)
-            row_at = self._kv_cache.snapshots.row_at
-            blocks = [None if (block := cache.find(h)) is None else row_at(block) for h in due.hashes]
-        else:
-            blocks = [cache.find(h) for h in due.hashes]
         self._index.touch(due.keys, due.expires)
         keys = split(due.keys)
-        kept = [at for at, block in enumerate(blocks) if block == due.blocks[at]]
+        if due.snapshot is not None:
+            assert isinstance(self._kv_cache, StateCacheManager)
+            is_kept = self._kv_cache.snapshots.find(due.snapshot.block) is due.snapshot
+            kept = list(range(len(keys))) if is_kept else []
+        else:
+            pairs = enumerate(zip(due.blocks, due.hashes, strict=True))
+            kept = [at for at, (block, h) in pairs if cache.find(h) == block and block not in self._evicted]
         if not kept:
             return []
         reserved = self._index.reserve(b"".join(keys[at] for at in kept), due.salt, due.expires).tolist()
@@ -204,6 +213,7 @@ class Stores:
         self._progress.clear()
         self._grown.clear()
         self._due.clear()
+        self._evicted.clear()
         if is_lost:
             self._index.drop(b"".join(self._in_flight.values()))
             self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""The benchmarks of the tier run, and compare what they say."""
+"""The tier's benchmarks run, and their arithmetic is right."""
 
 import json
 import os

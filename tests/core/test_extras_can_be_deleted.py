@@ -19,19 +19,35 @@ EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of 
     "pooled prompts": ("runtime/features/pooled_prompts.py", "PooledPrompts", "INFO"),
     "routed experts": ("runtime/features/expert_reports.py", "ExpertReports", "INFO"),
     "images": ("runtime/features/images.py", "Images", "INFO, CONFIG"),
+    "tier": ("runtime/tier/extra.py", "Tier", "INFO, Empty(), least_tokens=8"),
     "speculation": ("runtime/speculation/choose_k.py", "Speculation", "Ngram(), 3, (), 0.0"),
 }
-NEEDED = ("runtime/core", "runtime/base", "runtime/policy", "runtime/features", "runtime/speculation")
+NEEDED = ("runtime/core", "runtime/base", "runtime/policy", "runtime/features", "runtime/speculation", "runtime/tier")
 ENGINE = """
 import numpy as np
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
 from runtime.base.config import EngineConfig
-from runtime.base.model_info import ModelInfo
+from runtime.base.model_info import ModelInfo, TierInfo
 from runtime.base.types import CallboardError, Request, SamplingParams
 
-INFO = ModelInfo("f", 50, 64, (0,), 24, 4, "none", "none")
+INFO = ModelInfo("f", 50, 64, (0,), 24, 4, "none", "none", tier=TierInfo("", "", 64, 16))
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, pipeline_depth=2)
+
+
+class Empty:
+    '''A tier's index without entries or room.'''
+
+    def find(self, keys):
+        return np.zeros(len(keys) // 16, bool)
+
+    def reserve(self, keys, salt, expires=0):
+        return self.find(keys)
+
+    def touch(self, keys, expires=0):
+        pass
+
+    drop = touch
 
 
 class Runner:

@@ -12,15 +12,11 @@ import torch
 
 from runtime.base.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from runtime.core.plan import StepPlan, Transfers
-from runtime.llm import LLM
 from runtime.tier.gpu_copies import GpuCopier
 from runtime.tier.place import attached
 from tests.support.engine.tier_copies import CopiedCache, keys_of
 from tests.support.models.runner_driver import Driver, tiny_runner
 from tests.support.models.specs import dense_spec
-from tests.support.models.tiny_gguf import write_tiny_gguf
-from tests.support.models.tiny_hybrid import write_tiny_hybrid
-from tests.tier.test_llm_tier import LEAST, answers, figures
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -34,7 +30,7 @@ SPEC = dense_spec(
 
 @pytest.fixture
 def folder(monkeypatch) -> Iterator[Path]:
-    """Memory, whose pages the driver can pin."""
+    """A folder in memory: its pages can be pinned."""
     made = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="callboard-test-"))
     monkeypatch.setenv("CALLBOARD_TIER", str(made))
     yield made
@@ -127,45 +123,64 @@ def test_reset_waits_for_copies_in_flight(folder: Path):
     made.copier.close()
 
 
+class Decoding:
+    """A prompt that graphs continue, and transfers of another prompt's blocks in the same steps."""
+
+    def __init__(self, **config) -> None:
+        settings = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 500, "max_num_seqs": 8}
+        settings |= {"kv_tier_name": "test", "kv_tier_memory": 0.1, "max_model_len": 512, "deterministic": True}
+        self.driver = driver = Driver(tiny_runner(SPEC, **settings | config))
+        region = attached(driver.runner.info.tier)
+        assert region is not None
+        self.region, self.prompt, self.tokens = region, [7 * i % 991 + 1 for i in range(100)], list[int]()
+        for slot, prompt in enumerate((self.prompt, self.prompt[::-1])):
+            driver.open(slot, prompt, room=200)
+            driver.prefill(slot, prompt)
+        self.blocks, self.spare = driver.tables[1][:6], driver.free_blocks[:6]
+        self.stored, self.loaded, self.number = set[int](), set[int](), 0
+
+    def transfers(self, blocks: list[int], key: int) -> Transfers:
+        groups, self.number = np.zeros(6, np.int32), self.number + 6
+        numbers = np.arange(self.number - 6, self.number, dtype=np.int32)
+        return Transfers(numbers, groups, np.array(blocks, np.int32), groups, keys_of(*((key, i) for i in range(6))))
+
+    def step(self, is_rowless: bool = False) -> None:
+        if is_rowless:
+            plan, self.driver.plan = self.driver.plan, StepPlan(self.driver.plan.step_id + 1)
+            result = self.driver.runner.execute(plan)
+        else:
+            result = self.driver.step((0, 99 + len(self.tokens), 1, 1))
+        self.tokens += result.token_ids.tolist()
+        self.stored |= set(result.stored.tolist())
+        self.loaded |= set(result.loaded.tolist())
+        assert not len(result.damaged)
+
+    def drain(self) -> None:
+        end = time.monotonic() + 60
+        while len(self.stored) + len(self.loaded) < self.number:
+            assert time.monotonic() < end
+            self.step(is_rowless=True)
+
+
 def decoded(transfers: bool, **config) -> list[int]:
-    """Tokens of a prompt, computed by graphs while blocks of another one are stored and loaded again and again."""
-    settings = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 500, "max_num_seqs": 8, "max_model_len": 512}
-    settings |= {"kv_tier_name": "test", "kv_tier_memory": 0.1, "deterministic": True}
-    runner = tiny_runner(SPEC, **settings | config)
-    driver, region = Driver(runner), attached(runner.info.tier)
-    assert region is not None
-    prompt = [7 * i % 991 + 1 for i in range(100)]
-    driver.open(0, prompt, room=200)
-    driver.prefill(0, prompt)
-    driver.open(1, prompt[::-1])
-    driver.prefill(1, prompt[::-1])
-    tokens, loaded, blocks = list[int](), 0, np.array(driver.tables[1][:6], np.int32)
-    spare = np.array(driver.free_blocks[:6], np.int32)
-    groups, names = np.zeros(6, np.int32), [keys_of(*((step, i) for i in range(6))) for step in range(60)]
+    """Sixty tokens, if wanted with transfers in each step."""
+    own, stores = Decoding(**config), dict[int, Transfers]()
     for step in range(60):
         if transfers:
-            region.reserve(names[step], 0)
-            numbers = np.arange(6, dtype=np.int32) + 12 * step
-            driver.plan.stores = Transfers(numbers, groups, blocks, groups, names[step])
-            if step >= 30:
-                driver.plan.loads = Transfers(numbers + 6, groups, spare, groups, names[step - 30])
-        result = driver.step((0, 99 + step, 1, 1))
-        tokens += result.token_ids.tolist()
-        loaded += len(result.loaded)
-        assert not len(result.damaged)
-    for _ in range(5000 if transfers else 0):
-        if loaded == 30 * 6:
-            break
-        plan, driver.plan = driver.plan, StepPlan(driver.plan.step_id + 1)
-        result = runner.execute(plan)
-        loaded += len(result.loaded)
-        assert not len(result.damaged)
+            stores[step] = own.transfers(own.blocks, step)
+            own.region.reserve(stores[step].keys, 0)
+            own.driver.plan.stores = stores[step]
+            if ready := [at for at, found in stores.items() if own.stored >= set(found.numbers.tolist())]:
+                own.driver.plan.loads = own.transfers(own.spare, ready[-1])
+        own.step()
     if transfers:
-        assert loaded == 30 * 6
-        for layer in runner.steps.cache.layers:
-            assert torch.equal(layer.values[:, :, spare], layer.values[:, :, blocks])
-    runner.tier.close()
-    return tokens
+        own.drain()
+        own.driver.plan.loads = own.transfers(own.spare, 59)
+        own.drain()
+        for layer in own.driver.runner.steps.cache.layers:
+            assert torch.equal(layer.values[:, :, own.spare], layer.values[:, :, own.blocks])
+    own.driver.runner.tier.close()
+    return own.tokens
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
@@ -181,45 +196,21 @@ def test_tier_works_after_sleep(folder: Path):
     driver.open(0, prompt)
     driver.prefill(0, prompt)
     blocks, groups, keys = np.array(driver.tables[0][:4], np.int32), np.zeros(4, np.int32), keys_of(*range(4))
-    want = [layer.values[:, :, blocks].clone() for layer in runner.steps.cache.layers]
+    places = blocks.tolist()
+    want = [layer.values[:, :, places].clone() for layer in runner.steps.cache.layers]
     region.reserve(keys, 0)
     runner.execute(StepPlan(9, stores=Transfers(np.arange(4, dtype=np.int32), groups, blocks, groups, keys)))
     runner.sleep()  # it waits for the copies
     assert region.find(keys).all()
     runner.wake()
-    loads = Transfers(np.arange(4, dtype=np.int32), groups, blocks + 0, groups, keys)
+    loads = Transfers(np.arange(4, dtype=np.int32), groups, blocks, groups, keys)
     loaded = len(runner.execute(StepPlan(10, loads=loads)).loaded)
     for _ in range(5000):
         if loaded == 4:
             break
         loaded += len(runner.execute(StepPlan(11)).loaded)
     assert loaded == 4
-    got = [layer.values[:, :, blocks] for layer in runner.steps.cache.layers]
+    got = [layer.values[:, :, places] for layer in runner.steps.cache.layers]
     assert same(got, want)
     runner.tier.close()
     runner.sleep()  # leave no memory in use for later tests
-
-
-@pytest.mark.parametrize("kind", ["attention", "states"])
-def test_new_engine_continues_with_the_same_tokens(kind: str, folder: Path, tmp_path: Path):
-    """Hits in the tier give the tokens of misses, to the bit, with graphs."""
-    path = tmp_path / "model.gguf"
-    if kind == "states":
-        write_tiny_hybrid(path)
-    else:
-        write_tiny_gguf(path, llama__context_length=4096, llama__rope__freq_base=10000.0)
-
-    def start(name: str | None) -> LLM:
-        own = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory": 0.1}
-        return LLM(str(path), **own, deterministic=True, kv_tier_memory=0.05, kv_tier_name=name)
-
-    alone = answers(start(None))
-    first = start("t")
-    assert answers(first) == alone
-    del first
-    second = start("t")
-    found = answers(second)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
-    assert all(cached >= LEAST for _, cached in found)
-    assert figures(second)["hit_tokens"] > 0
-    assert figures(second)["damaged"] == 0

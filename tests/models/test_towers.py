@@ -11,11 +11,13 @@ from runtime.base.images import ImageSpan
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
+from runtime.models.towers import positions
 from runtime.models.towers.specs import TOWERS, tower_spec
 from runtime.models.towers.tower import load_tower
 from tests.support.models.gguf_models import GEMMA4_METADATA
 from tests.support.models.mmproj_export import export_image_model
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.tiny_images import tiny_tower
 from tests.support.models.tower_cases import CASES, IMAGE, features, random_image, save_tower_model
 
 NEW = 64  # tokens
@@ -47,6 +49,16 @@ def test_keys_that_a_config_lacks_have_the_class_default(architecture):
     assert tower_spec(stated | {"architectures": [architecture], "text_config": text}) == tower_spec(
         complete | {"text_config": text}
     )
+
+
+def test_sizes_share_what_is_copied_to_the_device():
+    """A copy from the host waits for the device."""
+    spec, before = tiny_tower(8), positions._frequencies.cache_info()
+    for rows, columns in ((2, 3), (5, 4), (2, 3)):
+        assert positions.rotary_positions(spec, rows, columns, torch.device("cpu"))[0].shape[0] == rows * columns
+    after = positions._frequencies.cache_info()
+    assert after.hits >= before.hits + 2
+    assert after.misses <= before.misses + 1
 
 
 WHOLE = (

@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 
+from benchmarks.faults.application import engines
 from runtime.base.types import SamplingParams
 from runtime.llm import LLM
 from runtime.tier.place import base_folder, forget
@@ -107,19 +109,34 @@ async def test_killed_processes_find_their_prompts_again(tiered: Tiered, role: s
 
 
 async def test_streams_of_a_killed_engine_go_on_from_the_tier(tiered: Tiered):
-    """The other engine loads the prompts that the killed one has stored."""
+    """The other engine loads the prompts that the killed one has stored, and computes only their last tokens."""
+    numbers, longer = range(100, 100 + NUM_PROMPTS), 1500  # prompts of this test alone
     async with httpx.AsyncClient(base_url=tiered.url, timeout=300) as client:
-        await tiered.fill(client)
-        longer = 300
-        tasks = [asyncio.create_task(answered(client, number, longer)) for number in range(NUM_PROMPTS)]
-        while (await client.get("/load")).json()["server_load"] < NUM_PROMPTS // 2:
+        before = num_entries(tiered.name)
+        await all_answered(client, numbers, 1)
+        await eventually(lambda: num_entries(tiered.name) >= before + STORED)
+        tasks = [asyncio.create_task(answered(client, number, longer)) for number in numbers]
+        live = dict[str, int]()
+        while sum(live.values()) < NUM_PROMPTS:
             await asyncio.sleep(0.01)
-        killed = tiered.kill("engine", 1)
-        found = [await task for task in tasks]
-        assert [tokens[:NUM_TOKENS] for tokens, _ in found] == tiered.answers
-        await tiered.until_replaced(killed)
-        again = await all_answered(client, range(NUM_PROMPTS), longer)
-        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in found]
+            live = {engine: len(tiered.application.requests_of(engine)) for engine in engines()}
+        victim, survivor = sorted(live, key=live.__getitem__, reverse=True)
+        computed = num_computed(survivor)
+        (killed,) = [
+            pid for role, engine, pid in tiered.application.processes() if (role, engine) == ("engine", victim)
+        ]
+        os.kill(killed, signal.SIGKILL)
+        found = [tokens for tokens, _ in await asyncio.gather(*tasks)]
+        assert live[victim] >= NUM_PROMPTS // 2
+        assert num_computed(survivor) - computed <= live[victim] * 2 * BLOCK
+        await tiered.until_replaced({killed})
+        assert [tokens for tokens, _ in await all_answered(client, numbers, longer)] == found
+
+
+def num_computed(engine: str) -> int:
+    """Prompt tokens of admitted requests that an engine found neither in its cache nor in the tier."""
+    stats = ray.get(engines()[engine].stats.remote())
+    return stats["prompt_tokens"] - stats["prompt_tokens_cached"]
 
 
 async def test_flipped_bits_are_found(tiered: Tiered):
@@ -148,7 +165,7 @@ def client_of(server: Server) -> httpx.AsyncClient:
 
 
 async def test_a_new_start_finds_what_a_killed_server_stored(start, tiny_path: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path / "tier"))  # as `start` has it
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path / "tier"))  # the folder that `start` gives it
     words = [str(tiny_path), "--served-model-name", "tiny", "--deterministic", "--kv-tier-memory", "0.05"]
     first = start(words=words)
     first.wait_for("curl -N")

@@ -201,6 +201,35 @@ def test_the_least_recently_used_entry_makes_room(one_set, clock):
     assert found(one_set, keys_of(0, 1, 2, "new")) == [True, False, True, True]
 
 
+def test_whole_prefixes_are_kept_in_the_order_of_use(folder, clock):
+    """A key has two sets, and takes the older way of both: so all sets keep entries for nearly the same time."""
+    region = Region.open(folder, "layout", 4096, 64, 1)
+    prompts = [keys_of(*(f"{number} {i}" for i in range(900))) for number in range(12)]
+    for keys in prompts:
+        clock.now += 1
+        for at in range(0, len(keys), 16 * 100):
+            store(region, keys[at : at + 16 * 100])
+    assert [region.find(keys).all() for keys in prompts[-3:]] == [True] * 3
+    assert region.figures().entries > 0.99 * 4096
+
+
+def test_a_flood_leaves_half_of_the_region_to_others(folder, clock):
+    region = Region.open(folder, "layout", 4096, 64, 1)
+    store(region, keys := keys_of(*range(1500)), salt=1)
+    for number in range(80):
+        clock.now += 1
+        store(region, keys_of(*(f"{number} {i}" for i in range(100))), salt=2)
+    assert region.find(keys).mean() > 0.98
+
+
+def test_an_entry_that_is_stored_again_counts_as_used(one_set, clock):
+    store(one_set, keys_of(*range(WAYS)))
+    clock.now += 1
+    assert not one_set.reserve(keys_of(0), salt=0).any()
+    store(one_set, keys_of(*(f"new {i}" for i in range(WAYS - 1))))
+    assert found(one_set, keys_of(0, 1)) == [True, False]
+
+
 def test_a_prefix_loses_its_last_blocks_first(one_set, clock):
     keys = keys_of(*range(WAYS))
     store(one_set, keys)

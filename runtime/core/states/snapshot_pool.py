@@ -48,10 +48,9 @@ class SnapshotPool:
         found = self._by_block
         return next((found[block] for block in reversed(blocks) if block in found), None)
 
-    def row_at(self, block: int) -> int | None:
-        """Return the row of the snapshot at this block, or None."""
-        snapshot = self._by_block.get(block)
-        return None if snapshot is None else snapshot.row
+    def find(self, block: int) -> Snapshot | None:
+        """Return the snapshot at this block, or None."""
+        return self._by_block.get(block)
 
     def acquire(self, restored: Snapshot | None = None) -> int:
         """Return a row for a request that continues at the snapshot `restored`.

@@ -6,6 +6,7 @@ on the device: threads of a CPU would take longer to start than an image takes o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -67,12 +68,18 @@ def learned_positions(spec: TowerSpec, table: torch.Tensor, rows: int, columns: 
     return along_columns @ by_row.view(rows, side, -1)
 
 
+@lru_cache(8)
+def _frequencies(size: int, theta: float, device: torch.device) -> torch.Tensor:
+    """[size / 2] float32. They are copied once: a copy from the host waits for the device."""
+    return (1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))).to(device)
+
+
 def rotary_positions(spec: TowerSpec, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return cos and sin, [rows * columns, 1, parts, dim], in float32.
 
     A head has `parts` parts, each of two halves with `dim` elements."""
     size = spec.head_dim if spec.rope == "interleaved" else spec.head_dim // 2
-    frequencies = (1.0 / (spec.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))).to(device)
+    frequencies = _frequencies(size, spec.rope_theta, device)
     is_mixed = spec.rope == "interleaved"
     row_wise, column_wise = (frequencies[0::2], frequencies[1::2]) if is_mixed else (frequencies, frequencies)
     by_row = torch.outer(torch.arange(rows, device=device).float(), row_wise)[:, None].expand(-1, columns, -1)

@@ -137,7 +137,7 @@ class DiskReads(Extra):
 def disk_reads_of(
     config: EngineConfig, tier: Tier, info: ModelInfo, prefill_rate: Callable[[], float]
 ) -> DiskReads | None:
-    """Return the reads that the settings want beside a tier, or None. An obstacle is one line of the log."""
+    """Return the reads from the disk that the settings name, or None. An obstacle is one line of the log."""
     if config.kv_tier_folder is None or info.tier is None or info.tier.host != host():
         return None
     try:

@@ -19,6 +19,7 @@ from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.tier.extra import Tier
 from runtime.tier.keys import split
+from runtime.tier.region import RegionFigures
 from tests.support.engine.fake_runner import (
     IMAGE,
     FakeRunner,
@@ -112,6 +113,9 @@ class FakeRegion:
                 else:
                     self.entries[key].is_damaged = True
                     self.num_damaged += 1
+
+    def figures(self) -> RegionFigures:
+        return RegionFigures(sum(entry.payload is not None for entry in self.entries.values()), self.room, 0)
 
     # For runners:
 
@@ -249,7 +253,7 @@ class TierSession(Session):
         if kind == "windows":
             kw["kv_cache"] = groups(window)
         elif kind == "images":
-            kw["images"] = ImageInfo(IMAGE, 16)
+            kw["images"] = ImageInfo(IMAGE, 16, 16)
         elif kind == "states":
             seqs = kw.setdefault("max_num_seqs", 4)
             kw["block_size"] = min(kw.get("block_size", 4), 4) & 6 or 1

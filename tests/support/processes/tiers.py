@@ -32,7 +32,7 @@ def body_of(number: int, num_tokens: int) -> dict[str, Any]:
 
 
 async def answered(client: httpx.AsyncClient, number: int, num_tokens: int) -> tuple[list[int], int]:
-    """The tokens of an answer, and how many tokens of the prompt were not computed.
+    """An answer's tokens, and how many tokens of the prompt were not computed.
 
     The request is sent again if its connection breaks or no engine is there."""
     async with asyncio.timeout(DEADLINE_S):

@@ -1,0 +1,269 @@
+"""Loads and stores of one engine with a tier, case by case."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.base.model_info import TierInfo
+from runtime.base.types import FinishReason, Request, SamplingParams
+from runtime.core.request_state import RequestStatus
+from runtime.tier.costs import Costs
+from runtime.tier.keys import TierKeys, salt_number, split
+from tests.support.engine.sessions import TURN
+from tests.support.engine.tier_runner import TierSession
+
+PROMPT = list(range(1, 20))
+KINDS = ("plain", "windows", "states", "images")
+
+
+def session_of(kind="plain", **kw) -> TierSession:
+    sizes = {"block_size": 2, "num_kv_blocks": 40, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return TierSession(kind, **sizes | kw)
+
+
+def forgetful(kind="plain", prompt=PROMPT, **kw) -> TierSession:
+    """A session that has served a prompt, and whose device has forgotten it."""
+    session = session_of(kind, **kw)
+    session.add(prompt, TURN)
+    session.finish()
+    session.core.scheduler.pool.evict_unheld()
+    return session
+
+
+def step_until_loading(session: TierSession, count=1) -> None:
+    while len(session.tier.held()) < count:
+        session.step()
+
+
+def hits_of(session: TierSession, prompt, **kw) -> int:
+    before = session.tier.stats()["tier_hit_tokens"]
+    session.add(prompt, TURN, **kw)
+    session.finish()
+    return int(session.tier.stats()["tier_hit_tokens"] - before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_next_engine_loads_what_the_last_one_stored(kind):
+    session = forgetful(kind)
+    stats, length = session.core.scheduler.stats, 16 if kind == "states" else 18
+    assert hits_of(session, PROMPT) == length
+    assert stats.prompt_tokens_cached == length
+    session.die()
+    assert hits_of(session, PROMPT) == length
+    assert hits_of(session, PROMPT) == 0, "the device has them now"
+
+
+def test_longer_prompt_loads_what_the_device_lacks():
+    session = session_of()
+    session.add([*PROMPT, *range(1, 15)], TURN)
+    session.finish()
+    session.core.scheduler.pool.evict_unheld()
+    assert hits_of(session, PROMPT[:9]) == 8
+    before = session.tier.stats()["tier_loaded_blocks"]
+    assert hits_of(session, [*PROMPT, *range(1, 15)]) == 24
+    assert session.tier.stats()["tier_loaded_blocks"] - before == 12
+
+
+def test_equal_prompts_load_once():
+    session = forgetful()
+    for _ in range(3):
+        session.add(PROMPT, TURN)
+    session.finish()
+    assert session.tier.stats()["tier_loaded_blocks"] == 9
+    assert session.core.scheduler.stats.prompt_tokens_cached == 3 * 18
+
+
+def test_salts_are_apart():
+    session = forgetful()
+    assert hits_of(session, PROMPT, salt="other") == 0
+    assert set(session.region.salts.values()) == {0, salt_number("other")}
+
+
+def test_other_environments_are_apart():
+    keys = [TierKeys(TierInfo("", "", 64, 16, environment=name), 2) for name in (b"one", b"two")]
+    found = [key for each in keys for group in (0, 1) for key in split(each.of_blocks([bytes(16), b"1" * 16], group))]
+    assert len(set(found)) == 8
+
+
+def test_aborted_request_leaves_its_load_to_end():
+    session = forgetful()
+    session.runner.delays = True
+    name = session.add(PROMPT, TURN)
+    step_until_loading(session)
+    session.aborted.add(name)
+    session.core.abort(name)
+    assert not session.tier.held()
+    session.finish()
+    assert session.core.scheduler.find_faults() == []
+    assert session.core.scheduler.requests == {}
+
+
+def test_aborted_load_is_cut():
+    """Loads are 256 MiB a block here: a plan has four."""
+    session = forgetful(slot_mib=256)
+    name = session.add(PROMPT, TURN)
+    session.core.submit()
+    assert session.core.scheduler.requests[name].status is RequestStatus.LOADING
+    session.aborted.add(name)
+    session.core.abort(name)
+    session.finish()
+    assert 0 < session.tier.stats()["tier_loaded_blocks"] + session.tier.stats()["tier_damaged"] < 9
+
+
+def test_damaged_block_ends_a_hit_and_is_dropped():
+    session = forgetful()
+    key = split(session.tier._keys.of_blocks(hashes_of(session), 0))[4]
+    session.region.entries[key].is_damaged = True
+    assert hits_of(session, PROMPT) == 8
+    assert session.tier.stats()["tier_damaged"] == 1
+    session.core.scheduler.pool.evict_unheld()
+    assert hits_of(session, PROMPT) == 18, "it was stored again"
+
+
+def hashes_of(session: TierSession, prompt=PROMPT) -> list[bytes]:
+    name = session.add(prompt, TURN)
+    state = session.core.scheduler.requests[name]
+    hashes = session.core.scheduler.kv_cache.prefix_hashes(state)
+    session.aborted.add(name)
+    session.core.abort(name)
+    return list(hashes)
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "states"])
+def test_spoilt_prefix_leaves_the_tier(kind):
+    session = forgetful(kind)
+    assert session.region.entries
+    hashes = hashes_of(session)
+    session.runner.fails = 0
+    name = session.add(PROMPT, TURN)
+    while name not in session.reasons:
+        session.step()
+    assert session.reasons[name] is FinishReason.ERROR
+    session.finish()
+    assert not session.region.find(session.tier._keys.of_blocks(hashes, 0)).any()
+
+
+def test_running_requests_go_on_under_a_load():
+    """The pool is nearly full: a load takes what is left, and a request that decodes must wait or be computed again."""
+    session = forgetful(num_kv_blocks=20, max_model_len=36, slot_mib=256, too_many=True)
+    session.add([25, 26, 27], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        session.step()
+    session.add(PROMPT, TURN)
+    session.add([24, *PROMPT], TURN)
+    session.finish(400)
+
+
+def test_loading_requests_have_slots_kept():
+    session = session_of(max_num_seqs=2)
+    for first in (20, 21, 22):
+        session.add([first, *PROMPT], TURN)
+    session.finish()
+    session.core.scheduler.pool.evict_unheld()
+    for first in (20, 21, 22):
+        session.add([first, *PROMPT[:10]], TURN)
+    session.core.submit()
+    assert len(session.tier.held()) == 2
+    session.finish()
+    assert session.tier.stats()["tier_hit_tokens"] == 30
+
+
+def test_loss_of_runners_returns_loading_requests():
+    session = forgetful()
+    name = session.add(PROMPT, TURN)
+    session.core.submit()
+    assert session.core.scheduler.requests[name].status is RequestStatus.LOADING
+    session.lose()
+    assert session.core.scheduler.requests[name].status is RequestStatus.WAITING
+    session.finish()
+    assert session.tier.stats()["tier_hit_tokens"] == 18
+
+
+def test_load_that_kills_runners_is_left_out():
+    session = forgetful()
+    session.add(PROMPT, TURN)
+    for number in range(2):
+        session.core.submit()
+        assert len(session.tier.held()) == 1, number
+        session.lose()
+    session.core.submit()
+    assert not session.tier.held()
+    session.finish()
+    assert session.tier.stats()["tier_hit_tokens"] == 0
+
+
+def test_tier_is_off_after_losses_in_a_row():
+    session = forgetful(max_num_seqs=1)
+    for first in range(3):
+        session.add(PROMPT if not first else [first + 22, *PROMPT], TURN)
+    for _ in range(3):
+        session.core.submit()
+        session.tier._transfers.setdefault(-1, None)  # in flight
+        session.lose()
+    assert not session.tier.is_on
+    session.finish()
+    assert not session.core.has_work
+
+
+def test_short_requests_are_not_stored():
+    session = session_of(least_tokens=32)
+    session.add(PROMPT, TURN)
+    session.finish()
+    assert session.region.entries == {}
+
+
+def test_long_prompt_is_stored_before_it_ends():
+    sizes = {"block_size": 16, "num_kv_blocks": 400, "max_model_len": 5000, "max_num_batched_tokens": 512, "slot_mib": 1}
+    session = session_of(**sizes)
+    session.add([1 + i % 20 for i in range(4500)], TURN)
+    while not session.reasons and len(session.region.entries) < 128:
+        session.step()
+    assert not session.reasons
+    assert session.core.scheduler.running[0].num_computed < 3500
+
+
+def test_lifetime_is_stored():
+    session = session_of()
+    session.clock = 100.0
+    request = session.core.add(request_with_ttl(3600.0))
+    assert request.request.cache_ttl_s == 3600.0
+    while session.core.has_work:
+        session.core.step()
+    assert {entry.expires for entry in session.region.entries.values()} == {3700.0}
+
+
+def request_with_ttl(ttl_s: float):
+
+    return Request("ttl", PROMPT, len(PROMPT), TURN, cache_ttl_s=ttl_s)
+
+
+def test_prompt_scores_do_not_load():
+    session = forgetful()
+    session.add(PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True))
+    session.finish()
+    assert session.tier.stats()["tier_loaded_blocks"] == 0
+
+
+def test_idle_engine_plans_no_steps_while_a_copy_runs():
+    """One plan without rows is in flight at a time: its result waits in the runner."""
+    session = forgetful()
+    session.add(PROMPT, TURN)
+    session.core.submit()
+    assert session.core.scheduler.num_in_flight == 1
+    session.finish()
+
+
+def test_load_is_worth_its_time():
+    now, rate = SimpleNamespace(s=0.0), SimpleNamespace(tokens=0.0)
+    costs = Costs("cpu", lambda: now.s, lambda: rate.tokens)
+    assert costs.is_worth(50 << 20, 300)
+    assert not costs.is_worth(1 << 30, 300)
+    rate.tokens = 30_000.0
+    assert not costs.is_worth(50 << 20, 300)
+    for _ in range(3):
+        now.s += 0.102
+        costs.observe(1 << 30, now.s - 0.102)
+    assert costs.load_rate == pytest.approx((1 << 30) / 0.1)
+    assert costs.is_worth(10 << 20, 300)
+    now.s += 61
+    assert costs.load_rate == 0.5e9, "old samples are dropped"
