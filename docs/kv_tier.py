@@ -1,8 +1,7 @@
 """A conversation that outlives its process: compute it, kill the process, start another one and ask again.
 
-python docs/kv_tier.py                        # the default model, 2,000 tokens
-python docs/kv_tier.py MODEL 100000           # more of them
-python docs/kv_tier.py MODEL 2000 cpu         # more settings of EngineConfig: the device
+python docs/kv_tier.py                        # the default model
+python docs/kv_tier.py MODEL 100000 cuda      # tokens, device
 """
 
 import multiprocessing

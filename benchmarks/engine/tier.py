@@ -137,7 +137,8 @@ class Conversation:
         self._num_requests = 0
 
     def text(self, length: int) -> list[int]:
-        return self.engine.rng.integers(100, self.engine.info.vocab_size - 100, length).tolist()
+        tokens: list[int] = self.engine.rng.integers(100, self.engine.info.vocab_size - 100, length).tolist()
+        return tokens
 
     def answer(self, prompt: list[int], salt: str = "", num_tokens: int = _ANSWER) -> tuple[float, list[int]]:
         """Return the seconds until the first token, and all tokens."""
@@ -254,7 +255,7 @@ def _copies(engine: Engine, num_bytes: int) -> dict[str, float]:
         transfers = Transfers(numbers, 0 * numbers, numbers + 1, 0 * numbers, keys.tobytes())
         for name in ("store", "load"):
             begin, ended = time.perf_counter(), 0
-            plan = StepPlan(1 << 20, **{f"{name}s": transfers})
+            plan = StepPlan(1 << 20, stores=transfers) if name == "store" else StepPlan(1 << 20, loads=transfers)
             while ended < len(keys):
                 executor.submit(plan)
                 result = executor.collect()

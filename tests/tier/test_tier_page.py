@@ -49,7 +49,8 @@ def test_the_example_loads_what_a_killed_process_computed(write_tiny_gguf, tmp_p
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = (re.fullmatch(r"(.*): token (.*), (\d+) of 600 .*", line) for line in done.stdout.splitlines())
-    assert first and second
+    assert first
+    assert second
     assert (first[1], first[3]) == ("computed", "0")
     assert (second[1], second[3]) == ("after kill -9", "592")
     assert first[2] == second[2]
