@@ -82,6 +82,7 @@ class CopiedCache:
         self.cache = KVCache(spec, num_blocks, SIZE, numerics.device, states=states)
         self.num_blocks, self._numbers, self._step = num_blocks, 0, 0
         self.copier.open(self.cache, staging * slot_bytes, handles, barrier)
+        self.copier.ready()
         self.fill(0)
 
     def memory(self) -> list[torch.Tensor]:
