@@ -104,7 +104,7 @@ class Engine:
 
     def run(self, batch: int, prompt_len: int, output_len: int) -> Run:
         """One batch from the first request's add to the last token's commit."""
-        core, waiting, num_tokens, num_before, first = self.core, batch, 0, 0, 0.0
+        core, waiting, num_tokens, num_before, first, total = self.core, batch, 0, 0, 0.0, 0.0
         ends: list[float] = []
         start = time.perf_counter()
         self.add(batch, prompt_len, output_len)
@@ -113,6 +113,7 @@ class Engine:
             if output is None:
                 continue
             now = time.perf_counter() - start
+            total = now if len(output.token_ids) else total  # a tier's copies may follow
             num_tokens += len(output.token_ids)
             if waiting:
                 waiting -= sum(len(state.tokens) == prompt_len + 1 for state in output.states)
@@ -120,7 +121,6 @@ class Engine:
                     first, num_before = now, num_tokens
             else:
                 ends.append(now)
-        total = time.perf_counter() - start
         if num_tokens != batch * output_len:
             raise RuntimeError(f"{num_tokens} tokens came out where {batch * output_len} were asked for.")
         return Run(first, total, num_tokens, num_tokens - num_before, tuple(ends))

@@ -67,6 +67,9 @@ class TierCopier(ABC):
     def describe(self, info: ModelInfo) -> ModelInfo:
         return replace(info, tier=self.info)
 
+    def ready(self) -> None:  # noqa: B027
+        """There is nothing to begin on a CPU."""
+
     def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
         if len(handles) > 1:
             self._acks = Acks(Path(self.info.folder), self.rank, handles, barrier)

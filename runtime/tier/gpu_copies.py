@@ -100,7 +100,10 @@ class GpuCopier(TierCopier):
     def __init__(self, region: Region, info: TierInfo, rank: int, device: torch.device) -> None:
         super().__init__(region, info, rank)
         self._device = device
-        self.pinned = Pinned(self.payload, device)
+        self.pinned = Pinned(self.payload, region.files[rank], device)
+
+    def ready(self) -> None:
+        self.pinned.begin()
 
     def _open(self, num_slots: int) -> None:
         bounces, self._most = not self.pinned.is_whole, max(1, num_slots // (2 * _LANES))

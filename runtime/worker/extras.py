@@ -134,6 +134,9 @@ class BlockCopier(Protocol):
     def open(self, cache: KVCache, staging_bytes: int, handles: Sequence[bytes], barrier: Callable[[], None]) -> None:
         """Allocate up to `staging_bytes` on a GPU for copies. `handles` are the ranks', and `barrier` waits for all."""
 
+    def ready(self) -> None:
+        """The runner is ready for plans: what would slow its start down may begin in the background."""
+
     def start(self, plan: StepPlan) -> None:
         """Begin the plan's transfers. Stores read blocks as earlier plans leave them, and later plans may change them.
 

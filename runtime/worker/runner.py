@@ -157,6 +157,8 @@ class ModelRunner:
         if self.masks is not None:
             self.masks.open(self.info, self.asynchronous, self._large_step_us)
         self._group.open()
+        if self.tier is not None:
+            self.tier.ready()
         return self.info
 
     def _cache_memory(self) -> AbstractContextManager[None]:

@@ -213,8 +213,14 @@ def test_short_requests_are_not_stored():
 
 
 def test_long_prompt_is_stored_before_it_ends():
-    sizes = {"block_size": 16, "num_kv_blocks": 400, "max_model_len": 5000, "max_num_batched_tokens": 512, "slot_mib": 1}
-    session = session_of(**sizes)
+    sizes = {
+        "block_size": 16,
+        "num_kv_blocks": 400,
+        "max_model_len": 5000,
+        "max_num_batched_tokens": 512,
+        "slot_mib": 1,
+    }
+    session = session_of(**sizes, slot_mib=1)
     session.add([1 + i % 20 for i in range(4500)], TURN)
     while not session.reasons and len(session.region.entries) < 128:
         session.step()

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime.tier.place import base_folder
 from runtime.tier.region import Region
 
-DEADLINE_S = 60.0  # only a fault reaches it
+DEADLINE_S = 300.0  # only a fault reaches it
 PROMPT_LEN, BLOCK = 2000, 16
 WHOLE = (PROMPT_LEN - 1) // BLOCK * BLOCK  # tokens that a later request with the same prompt does not compute
 
