@@ -198,8 +198,8 @@ FAULTS = [
 BY_NAME = {fault.name: fault for fault in FAULTS}
 # Faults that no cell shows, with the reason.
 ABSENT = {
-    "keeper": "it copies between memory and the tier's disk; its death costs the copies in flight, and another one starts "
-    "([kv-tier.md](kv-tier.md))",
+    "keeper": "it copies between memory and the tier's disk; its death costs the copies in flight, and another one "
+    "starts ([kv-tier.md](kv-tier.md))",
     "tier damaged": "a flipped bit, a torn or a deleted file of the tier is a miss: its tokens are computed",
     "tier full": "entries used longest ago make room; a full disk or `/dev/shm` costs hits alone",
     "two engines": "engines of a node share a tier; a lock protects its reservations, and its owner's death frees it",
