@@ -6,9 +6,9 @@ out. A store holds nothing: the runners read a block before later plans reuse it
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class _Due:
     parts: list[int]  # 0 for blocks
     keys: bytes
     snapshot: Snapshot | None = None  # whose parts they are
+    times_evicted: dict[int, int] = field(default_factory=dict)  # each block's when it was due
 
     def split_off(self, count: int) -> _Due:
         """Remove and return the first `count` ones."""
@@ -81,8 +82,8 @@ class Stores:
         self._progress: dict[RequestState, _Progress] = {}  # requests in slots that have cached blocks
         self._grown: dict[RequestState, None] = {}  # among them, with more blocks since the last plan
         self._due: deque[_Due] = deque()
-        # Blocks evicted since the last plan. If they are cached again, rows of the next plan compute them.
-        self._evicted: set[int] = set()
+        # An evicted block that is cached again, even by its old hash, may be computed by the next plan only.
+        self._times_evicted = Counter[int]()
         self._in_flight: dict[int, bytes] = {}  # keys by numbers
         self._spoilt: set[bytes] = set()  # keys in flight that are dropped afterwards
 
@@ -105,7 +106,7 @@ class Stores:
 
     def on_evicted(self, blocks: list[int]) -> None:
         """These blocks leave the cache."""
-        self._evicted.update(blocks)
+        self._times_evicted.update(blocks)
 
     def leave(self, state: RequestState, step_id: int) -> None:
         """A request has left its slot. `step_id` is the last planned step."""
@@ -133,7 +134,8 @@ class Stores:
             if found:
                 kept, blocks = [h for h, _ in found], [block for _, block in found]
                 keys, parts = self._keys.of_blocks(kept, group), [0] * len(kept)
-                self._due.append(_Due(step_id, salt, expires, group, kept, blocks, parts, keys))
+                evicted = {block: self._times_evicted[block] for block in blocks}
+                self._due.append(_Due(step_id, salt, expires, group, kept, blocks, parts, keys, None, evicted))
         if isinstance(self._kv_cache, StateCacheManager):
             snapshots = self._kv_cache.snapshots
             for block_hash in state.block_hashes[begin:end]:
@@ -170,7 +172,6 @@ class Stores:
                 blocks.append(now.blocks[at])
                 parts.append(now.parts[at])
                 taken_keys.append(key)
-        self._evicted.clear()
         if not numbers:
             return None
         return transfers_of(numbers, groups, blocks, parts, taken_keys)
@@ -186,11 +187,14 @@ class Stores:
             kept = list(range(len(keys))) if is_kept else []
         else:
             pairs = enumerate(zip(due.blocks, due.hashes, strict=True))
-            kept = [at for at, (block, h) in pairs if cache.find(h) == block and block not in self._evicted]
+            kept = [at for at, (block, h) in pairs if cache.find(h) == block and self._is_kept(due, block)]
         if not kept:
             return []
         reserved = self._index.reserve(b"".join(keys[at] for at in kept), due.salt, due.expires).tolist()
         return [(at, keys[at]) for at, is_reserved in zip(kept, reserved, strict=True) if is_reserved]
+
+    def _is_kept(self, due: _Due, block: int) -> bool:
+        return due.times_evicted[block] == self._times_evicted[block]
 
     def end(self, number: int) -> bool:
         """A store has ended. Return False if its bytes count for nothing."""
@@ -213,7 +217,6 @@ class Stores:
         self._progress.clear()
         self._grown.clear()
         self._due.clear()
-        self._evicted.clear()
         if is_lost:
             self._index.drop(b"".join(self._in_flight.values()))
             self._in_flight.clear()

@@ -220,7 +220,7 @@ def test_long_prompt_is_stored_before_it_ends():
         "max_num_batched_tokens": 512,
         "slot_mib": 1,
     }
-    session = session_of(**sizes, slot_mib=1)
+    session = session_of(**sizes | {"slot_mib": 1})
     session.add([1 + i % 20 for i in range(4500)], TURN)
     while not session.reasons and len(session.region.entries) < 128:
         session.step()
