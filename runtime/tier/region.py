@@ -233,18 +233,19 @@ class Region:
         is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
         is_mine = ways_of(self._salt) == salt
         over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
+        is_kept = ~is_free & (until > now)
+        is_kept &= is_kept.sum(1, keepdims=True) <= WAYS  # more lifetimes than for half of the ways count for nothing
         order = np.select(
             [
                 is_free & (has_pages != 0),
                 is_free & (now >= self._full_until),
                 is_left & (has_pages != 0),
                 ~is_ready,
-                (until > 0) & (until < now),
                 over_quota & ~is_mine & (now - used < _IDLE_S),
-                until > 0,
+                is_kept,
             ],
-            [0, 1, _LEFT, _NEVER, 3, 6, 5],
-            4,
+            [0, 1, _LEFT, _NEVER, 5, 4],
+            3,
         )
         num_taken = np.repeat((~is_free).reshape(-1, 2, WAYS).sum(2), WAYS, 1)
         return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
