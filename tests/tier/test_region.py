@@ -238,6 +238,17 @@ def test_a_prefix_loses_its_last_blocks_first(one_set, clock):
     assert found(one_set, keys) == [True] * (WAYS - 2) + [False] * 2
 
 
+def test_a_touch_counts_for_own_reservations(one_set, clock):
+    """A prefix is touched after its last blocks are reserved, and the first ones may still be written."""
+    one_set.reserve(keys_of("head"), salt=0)
+    clock.now += 1
+    store(one_set, keys_of("tail"))
+    one_set.touch(keys_of("head", "tail"))
+    write(one_set, keys_of("head"))
+    store(one_set, keys_of(*range(WAYS - 1)))
+    assert found(one_set, keys_of("head", "tail")) == [True, False]
+
+
 def test_an_expired_entry_counts_as_one_without_lifetime(one_set, clock):
     store(one_set, keys_of("first"))
     clock.now += 1
