@@ -4,7 +4,7 @@
 
 Each line is a request: `timestamp` in milliseconds, and `hash_ids`, one for each `--trace-block` prompt tokens. The
 region's entries have `--block` tokens. It holds the average traffic of `--seconds`, without payloads. Requests follow
-one another at once. Each looks up its prompt, touches the hit, and stores the rest.
+one another at once. Each looks up its prompt, touches the hit, stores the rest, and touches the whole prompt.
 
     | figure | what |
     | --- | --- |
@@ -56,6 +56,7 @@ class IndexReplay:
         self.reserve_s.append(time.perf_counter() - begin)
         own = np.frombuffer(rest, "V16")[taken].tobytes()
         region.commit(0, region.slots_of(own, ready=False), own, np.zeros(len(own) // 16, np.uint64))
+        region.touch(keys)
         return count / self._per_hash
 
     def _keys(self, number: int) -> bytes:

@@ -81,7 +81,8 @@ def _kill(name: str, text: str, **fields: object) -> Fault:
 def _stop(name: str, text: str, hold_s: float = 0.0, **fields: object) -> Fault:
     """Without `hold_s` the application itself must end the stopped process."""
     undo = _signal(name, signal.SIGCONT) if hold_s else None
-    return Fault(f"{name} stopped", text, _signal(name, signal.SIGSTOP), undo, hold_s, **fields)  # type: ignore[arg-type]
+    act = _signal(name, signal.SIGSTOP)
+    return Fault(f"{name} stopped", text, act, undo, hold_s, **fields)  # type: ignore[arg-type]
 
 
 async def _nothing(cell: Target) -> None:

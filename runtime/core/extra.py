@@ -43,7 +43,7 @@ class Extra:
     """An addition to the engine. Each hook here is the core's own behaviour."""
 
     serves: ClassVar[frozenset[str]] = frozenset()  # the OPTIONAL_FIELDS that a request may set with this extra
-    reads: ClassVar[type[Report] | None] = None  # the kind of reports of rows that it takes
+    reads: ClassVar[type[Report] | None] = None  # the kind of row reports that it takes
 
     def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
         """The engine is constructed."""
@@ -80,7 +80,7 @@ class Extra:
         return None
 
     def needs_plan(self) -> bool:
-        """Return True if the next step must be planned although it has no rows, because of transfers."""
+        """Return True if the next step must be planned although it lacks rows, because of transfers."""
         return False
 
     def begin_step(self, running: Sequence[RequestState]) -> bool:

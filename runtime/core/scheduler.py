@@ -244,7 +244,7 @@ class Scheduler:
             step.add_row(state, 1, () if drafting is None else self._draft(drafting, state, step.budget))
 
     def _add_prompt_row(self, state: RequestState, step: Step) -> None:
-        count = self._row_tokens(state, step) if state.slot is not None else 0  # without a slot it loads blocks first
+        count = self._row_tokens(state, step) if state.slot is not None else 0  # one without a slot loads first
         is_whole = count == state.num_total - state.num_computed or self._chunked
         if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
             step.add_row(state, count)
@@ -275,7 +275,7 @@ class Scheduler:
             self._add_prompt_row(state, step)
 
     def _admit(self, state: RequestState, step: Step) -> bool:
-        """Give a waiting request a slot, with its cached prefix, or load more of it first. False: it does not fit."""
+        """Give a waiting request a slot with its cached prefix, or load more first. Return False if it does not fit."""
         if not len(self.slots) or not step.has_room_for(state):
             return False
         hits = self.kv_cache.match_prefix(state)

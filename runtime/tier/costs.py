@@ -1,7 +1,7 @@
 """Costs: whether loading a prefix from the tier is quicker than computing it.
 
-Both rates are measured. Until then they are rough figures for the device: too low for loads, since a load that is
-slower than expected costs more than one that is left out."""
+Both rates are measured. Until then they are rough figures for the device. The figure for loads is too low on purpose:
+a slow load costs more than one that is left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-_LATENCY_S = 2e-3  # of a load, besides its bytes: plans and results
+_LATENCY_S = 2e-3  # plans and results of a load, besides its bytes
 _SHARE = 0.7  # a load must take less than this share of the time to compute
 _PRIORS = {"cuda": (10_000.0, 10e9), "cpu": (300.0, 0.5e9)}  # device -> prompt tokens and loaded bytes, per second
 _LEAST_BYTES = 1 << 20  # smaller loads measure latency

@@ -10,7 +10,7 @@ A request waits while it loads, without a slot or blocks of its own. The loads h
 the request ends first. Each LOADING request has a free slot kept for it. A request loads once an admission: if a block
 is damaged, or evicted again, it is computed.
 
-A plan may have transfers alone, and is needed while any transfer is in flight: its result brings what has ended.
+A plan may have transfers alone. One is needed while a transfer is in flight, as its result reports the ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Load:
     num_ended: int = 0
     num_usable: int = 0  # leading blocks of the hit, before the first one that failed
     is_void: bool = False  # the bytes count for nothing
-    waiting: list[RequestState] = field(default_factory=list)  # for its end
+    waiting: list[RequestState] = field(default_factory=list)  # requests that wait for its end
 
     def __post_init__(self) -> None:
         self.num_usable = len(self.hit.hashes)
@@ -113,12 +113,12 @@ class Tier(Extra):
         self._has_loaded: set[RequestState] = set()  # waiting requests that do not load again
         self._losses = Counter[RequestState]()  # losses of the runners during a request's load
         self._live: list[_Load] = []  # that have not ended
-        self._unplanned: deque[_Load] = deque()  # among them, with transfers that no plan has yet
+        self._unplanned: deque[_Load] = deque()  # live loads with transfers that no plan has yet
         self._transfers: dict[int, tuple[_Load, int]] = {}  # loads in flight by their numbers
-        self._arriving: dict[bytes, _Load] = {}  # by key
+        self._arriving: dict[bytes, _Load] = {}  # key -> its load
         self._number = self._num_plans = 0  # the last transfer's; plans in flight
         self._planned = self._committed = 0  # last steps
-        self._num_losses = 0  # in a row, with transfers in flight
+        self._num_losses = 0  # losses in a row, with transfers in flight
         self._figures = {
             f"tier_{name}": 0.0
             for name in ("hit_tokens", "loaded_blocks", "stored_blocks", "loaded_bytes", "stored_bytes", "damaged")
@@ -270,7 +270,7 @@ class Tier(Extra):
     # ---- loads ------------------------------------------------------------------------------------------------------
 
     def _begin(self, hit: Hit, num_cached: int) -> _Load | None:
-        """Allocate blocks for a hit, and hold those that the device has. Return None if there is no room."""
+        """Allocate blocks for a hit, and hold the cached ones. Return None if the pool is too small."""
         pool, kv_cache, tables = self._pool, self._kv_cache, [list(table) for table in hit.tables]
         held = [held_blocks(table) for table in tables]
         if len(hit.missing) > pool.num_available - pool.num_unheld(block for blocks in held for block in blocks):
@@ -338,7 +338,7 @@ class Tier(Extra):
             self._end_if_done(load)
 
     def _end_if_done(self, load: _Load) -> None:
-        """If all its transfers have ended: cache the blocks that are usable, release them, and let requests go on."""
+        """Cache and release the usable blocks after the last transfer, and wake the requests."""
         if load.num_ended < len(load.transfers):
             return
         self._live.remove(load)

@@ -12,7 +12,7 @@ from runtime.core.request_state import RequestState
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.tier.keys import TierKeys, TierLookup, split
 
-IN_TIER = -1  # in a table: the block must be loaded
+IN_TIER = -1  # block in a table that must be loaded
 
 
 class _Either(PrefixCache):
@@ -32,9 +32,9 @@ class _Either(PrefixCache):
 
 @dataclass(slots=True)
 class Hit:
-    """A prefix, of which the blocks that are IN_TIER must be loaded, and its state."""
+    """A prefix and its state. Blocks that are IN_TIER must be loaded."""
 
-    hashes: list[bytes]  # of its blocks
+    hashes: list[bytes]  # hash of each block
     tables: list[list[int]]  # each KV group's
     needs_state: bool = False  # the tier alone has the state at its end
     missing: list[tuple[int, int, bytes]] = field(default_factory=list)  # group, index and key of blocks to be loaded

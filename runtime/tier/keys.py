@@ -1,4 +1,4 @@
-"""The index that an engine sees of a tier, and the keys of its entries."""
+"""The tier's index as an engine sees it, and its keys."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TierKeys:
         return bytes((_words(block_hashes) ^ self._parts[0]).tobytes())
 
     def state_keys(self, block_hash: bytes) -> bytes:
-        """Return the keys of all parts of a state."""
+        """Return the keys of all parts in a state."""
         return bytes((_words([block_hash]) ^ self._parts).tobytes())
 
 

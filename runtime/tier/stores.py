@@ -20,7 +20,7 @@ from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.tier.keys import KEY_BYTES, TierIndex, TierKeys, salt_number, split
 
 _FLUSH_TOKENS = 2048
-STATE = -1  # in place of a KV group, in Transfers
+STATE = -1  # stands in Transfers in place of a KV group
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Due:
-    """Blocks of a group, or the parts of a state, of one request."""
+    """One request's blocks in a group, or a state's parts."""
 
     step_id: int  # the step that computed the last of them
     salt: int
@@ -43,7 +43,7 @@ class _Due:
     blocks: list[int]  # rows for parts
     parts: list[int]  # 0 for blocks
     keys: bytes
-    snapshot: Snapshot | None = None  # whose parts they are
+    snapshot: Snapshot | None = None  # the snapshot that has the parts
     times_evicted: dict[int, int] = field(default_factory=dict)  # each block's when it was due
 
     def split_off(self, count: int) -> _Due:
@@ -80,14 +80,14 @@ class Stores:
         self._least = max(1, least_tokens // self._size)
         self._each = max(self._least, _FLUSH_TOKENS // self._size)
         self._progress: dict[RequestState, _Progress] = {}  # requests in slots that have cached blocks
-        self._grown: dict[RequestState, None] = {}  # among them, with more blocks since the last plan
+        self._grown: dict[RequestState, None] = {}  # those with more blocks since the last plan
         self._due: deque[_Due] = deque()
         # An evicted block that is cached again, even by its old hash, may be computed by the next plan only.
         self._times_evicted = Counter[int]()
         self._in_flight: dict[int, bytes] = {}  # keys by numbers
         self._spoilt: set[bytes] = set()  # keys in flight that are dropped afterwards
 
-    # ---- what is due ------------------------------------------------------------------------------------------------
+    # ---- due stores -------------------------------------------------------------------------------------------------
 
     def on_cached(self, state: RequestState) -> None:
         """A request's full blocks have entered the cache."""
@@ -195,7 +195,7 @@ class Stores:
         return transfers_of(numbers, groups, blocks, parts, taken_keys)
 
     def _reserved(self, due: _Due) -> list[tuple[int, bytes]]:
-        """Return positions and keys of those that are still cached and have got a place in the tier."""
+        """Return position and key of each entry that is still cached and has a place in the tier."""
         cache = self._kv_cache.caches[max(0, due.group)]
         self._index.touch(due.keys, due.expires)
         keys = split(due.keys)

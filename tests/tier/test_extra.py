@@ -22,7 +22,7 @@ def session_of(kind="plain", **kw) -> TierSession:
 
 
 def forgetful(kind="plain", prompt=PROMPT, **kw) -> TierSession:
-    """A session that has served a prompt, and whose device has forgotten it."""
+    """A session that has served a prompt, and has evicted it from the device."""
     session = session_of(kind, **kw)
     session.add(prompt, TURN)
     session.finish()
@@ -144,7 +144,7 @@ def test_spoilt_prefix_leaves_the_tier(kind):
 
 
 def test_running_requests_go_on_under_a_load():
-    """The pool is nearly full: a load takes what is left, and a request that decodes must wait or be computed again."""
+    """The pool is nearly full. A load takes the rest, and a request that decodes must wait or be computed again."""
     session = forgetful(num_kv_blocks=20, max_model_len=36, slot_mib=256, too_many=True)
     session.add([25, 26, 27], SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(4):
@@ -198,7 +198,7 @@ def test_tier_is_off_after_losses_in_a_row():
         session.add(PROMPT if not first else [first + 22, *PROMPT], TURN)
     for _ in range(3):
         session.core.submit()
-        session.tier._transfers.setdefault(-1, None)  # in flight
+        session.tier._transfers.setdefault(-1, None)  # a load in flight
         session.lose()
     assert not session.tier.is_on
     session.finish()

@@ -1,6 +1,6 @@
 """Engines with a tier: any history gives the sequential tokens, whatever happens to copies, entries and processes.
 
-CALLBOARD_TIER_HISTORIES sets the number of histories of each kind of model."""
+CALLBOARD_TIER_HISTORIES sets how many histories each kind of model has."""
 
 import os
 from collections import Counter

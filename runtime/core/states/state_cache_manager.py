@@ -104,7 +104,7 @@ class StateCacheManager(KVCacheManager):
         return super().prefix_hashes(state)[: (state.prompt_len - 1) // self.block_size]
 
     def begin_load(self, position: int, parents: list[int]) -> Snapshot | None:
-        """Return a snapshot for a transfer to write. It comes after those of the cached blocks `parents`.
+        """Return a snapshot for a transfer to write. It comes after the snapshots of `parents`, cached blocks.
 
         None if it is not worth its row."""
         parent, reserved = self.snapshots.longest(parents), self._max_num_seqs - len(self._records)
@@ -113,7 +113,7 @@ class StateCacheManager(KVCacheManager):
         return snapshot
 
     def end_load(self, snapshot: Snapshot, block: int | None) -> None:
-        """A transfer has ended. The snapshot is found at the cached `block` from now on; None: it is dropped."""
+        """A transfer has ended. The cached `block` has the snapshot from now on. Without one it is dropped."""
         self._loading.remove(snapshot)
         if block is None or block in self.snapshots:
             self.snapshots.release(snapshot.row)

@@ -389,7 +389,7 @@ class TierSession(Session):
                 assert self.outputs[name] == of_versions(request, self.outputs[name], versions)
 
     def total(self, name: str) -> float:
-        """A figure of all engines of this session."""
+        """A figure of all engines in this session."""
         return self.figures[name] + self.tier.stats()[name]
 
 
