@@ -187,11 +187,12 @@ class Tier(Extra):
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
         self._losses.pop(state, None)
         self._stores.leave(state, self._planned)
+        self._stores.touch(state, self._planned)
         if reason is FinishReason.ERROR and (hashes := state.block_hashes):
             # Values of its prefix may not be finite.
-            keys = [self._keys.of_blocks(hashes, group) for group in range(len(self._kv_cache.caches))]
+            keys = [self._keys.block_keys(hashes, group) for group in range(len(self._kv_cache.caches))]
             if self._tier.state_slots:
-                keys.append(self._keys.of_first_parts(hashes))
+                keys.append(self._keys.first_part_keys(hashes))
             self._stores.drop(b"".join(keys))
             for load in self._live:
                 load.is_void |= not set(load.hit.hashes).isdisjoint(hashes)

@@ -62,10 +62,10 @@ class TierHits:
         hit.hashes = hashes = hashes[: len(hit.tables[0])]
         for group, table in enumerate(hit.tables):
             at = [index for index, block in enumerate(table) if block == IN_TIER]
-            keys = split(self._keys.of_blocks([hashes[index] for index in at], group))
+            keys = split(self._keys.block_keys([hashes[index] for index in at], group))
             hit.missing += [(group, index, key) for index, key in zip(at, keys, strict=True)]
         if hit.needs_state:
-            hit.state_keys = split(self._keys.of_parts(hashes[-1]))
+            hit.state_keys = split(self._keys.state_keys(hashes[-1]))
         return hit
 
     def _ready(self, block_hashes: list[bytes], group: int) -> set[bytes]:
@@ -74,7 +74,7 @@ class TierHits:
         missing = [block_hash for block_hash in block_hashes if cache.find(block_hash) is None]
         if not missing:
             return set()
-        found = self._index.find(self._keys.of_blocks(missing, group)).tolist()
+        found = self._index.find(self._keys.block_keys(missing, group)).tolist()
         return {block_hash for block_hash, is_found in zip(missing, found, strict=True) if is_found}
 
     def _end_at_state(self, hit: Hit, kv_cache: StateCacheManager) -> None:
@@ -82,12 +82,12 @@ class TierHits:
         (table,) = hit.tables
         step = max(1, kv_cache.least_row // kv_cache.block_size)
         ends = list(range(len(table) // step * step, 0, -step))
-        ready = self._index.find(self._keys.of_first_parts([hit.hashes[end - 1] for end in ends])) if ends else ()
+        ready = self._index.find(self._keys.first_part_keys([hit.hashes[end - 1] for end in ends])) if ends else ()
         for end, may_be_stored in zip(ends, ready, strict=True):
             if table[end - 1] in kv_cache.snapshots:
                 hit.tables = [table[:end]]
                 return
-            if may_be_stored and self._index.find(self._keys.of_parts(hit.hashes[end - 1])).all():
+            if may_be_stored and self._index.find(self._keys.state_keys(hit.hashes[end - 1])).all():
                 hit.tables, hit.needs_state = [table[:end]], True
                 return
         hit.tables = [[]]

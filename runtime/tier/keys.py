@@ -58,15 +58,15 @@ class TierKeys:
         self._blocks: list[NDArray[np.uint64]] = [pattern(f"block {group}") for group in range(num_groups)]
         self._parts = np.array([pattern(f"state {part}") for part in range(info.state_slots)], np.uint64).reshape(-1, 2)
 
-    def of_blocks(self, block_hashes: Sequence[bytes], group: int) -> bytes:
+    def block_keys(self, block_hashes: Sequence[bytes], group: int) -> bytes:
         """Return the keys of blocks in a KV group."""
         return bytes((_words(block_hashes) ^ self._blocks[group]).tobytes())
 
-    def of_first_parts(self, block_hashes: Sequence[bytes]) -> bytes:
+    def first_part_keys(self, block_hashes: Sequence[bytes]) -> bytes:
         """Return the key of each state's first part. `block_hashes` are of the blocks that end the states' prefixes."""
         return bytes((_words(block_hashes) ^ self._parts[0]).tobytes())
 
-    def of_parts(self, block_hash: bytes) -> bytes:
+    def state_keys(self, block_hash: bytes) -> bytes:
         """Return the keys of all parts of a state."""
         return bytes((_words([block_hash]) ^ self._parts).tobytes())
 

@@ -146,12 +146,14 @@ class Region:
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def touch(self, keys: bytes, expires: float = 0) -> None:
-        """Set the last use of READY keys to now, and with `expires` at least this time until which they are kept."""
-        sets, ways, ready, _ = self._look_up(keys)
-        # A prefix loses its last blocks first.
-        self._used[sets[ready], ways[ready]] = time.time() - 1e-6 * np.arange(np.count_nonzero(ready))
+        """Set the last use of keys to now, and with `expires` at least this time until which they are kept.
+
+        Keys are READY or reserved by this process. A prefix loses its last blocks first."""
+        sets, ways, ready, is_there = self._look_up(keys)
+        counts = is_there & (ready | self._are_own(sets, ways))
+        at = sets[counts], ways[counts]
+        self._used[at] = time.time() - 1e-6 * np.arange(np.count_nonzero(counts))
         if expires:
-            at = sets[ready], ways[ready]
             self._expires[at] = np.maximum(self._expires[at], int(expires))
 
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
@@ -184,10 +186,8 @@ class Region:
     def drop(self, keys: bytes) -> None:
         """Free the slots that have these keys, READY or reserved by this process. They are a miss from now on."""
         sets, ways, ready, is_there = self._look_up(keys)
-        pid = os.getpid()
-        is_mine = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
-        sets, ways = sets[is_there & (ready | is_mine)], ways[is_there & (ready | is_mine)]
-        self._free(sets, ways)
+        goes = is_there & (ready | self._are_own(sets, ways))
+        self._free(sets[goes], ways[goes])
 
     def prefault(self, stop: threading.Event) -> None:
         """Give all slots their memory, in a thread, until `stop` is set or memory is out. Later calls are quick.
@@ -233,18 +233,19 @@ class Region:
         is_left[is_left] = ~self._are_alive(ways_of(self._pid)[is_left], ways_of(self._start)[is_left])
         is_mine = ways_of(self._salt) == salt
         over_quota = (is_mine & ~is_free).sum(1, keepdims=True) >= WAYS
+        is_kept = ~is_free & (until > now)
+        is_kept &= is_kept.sum(1, keepdims=True) <= WAYS  # more lifetimes than for half of the ways count for nothing
         order = np.select(
             [
                 is_free & (has_pages != 0),
                 is_free & (now >= self._full_until),
                 is_left & (has_pages != 0),
                 ~is_ready,
-                (until > 0) & (until < now),
                 over_quota & ~is_mine & (now - used < _IDLE_S),
-                until > 0,
+                is_kept,
             ],
-            [0, 1, _LEFT, _NEVER, 3, 6, 5],
-            4,
+            [0, 1, _LEFT, _NEVER, 5, 4],
+            3,
         )
         num_taken = np.repeat((~is_free).reshape(-1, 2, WAYS).sum(2), WAYS, 1)
         return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
@@ -285,6 +286,12 @@ class Region:
             return False
         self._has_pages[index, way] = 1
         return True
+
+    def _are_own(self, sets: NDArray[np.int64], ways: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which slots were reserved by this process [n]."""
+        pid = os.getpid()
+        is_own: NDArray[np.bool_] = (self._pid[sets, ways] == pid) & (self._start[sets, ways] == start_time(pid))
+        return is_own
 
     @staticmethod
     def _are_alive(pids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> NDArray[np.bool_]:

@@ -39,7 +39,7 @@ class _Due:
     salt: int
     expires: float
     group: int
-    hashes: list[bytes]  # each block's; for parts the hash of the block that ends the state's prefix
+    hashes: list[bytes]  # each block's; for parts the hash of the block that ends the state's prefix; without, a touch
     blocks: list[int]  # rows for parts
     parts: list[int]  # 0 for blocks
     keys: bytes
@@ -102,6 +102,7 @@ class Stores:
             progress = self._progress[state]
             if progress.cached - progress.due >= self._each:
                 self._make_due(state, progress, step_id)
+                self.touch(state, step_id)
         self._grown.clear()
 
     def on_evicted(self, blocks: list[int]) -> None:
@@ -118,22 +119,39 @@ class Stores:
         if progress.cached > progress.due and progress.cached >= self._least:
             self._make_due(state, progress, step_id)
 
+    def touch(self, state: RequestState, step_id: int) -> None:
+        """A request uses its prefix, in all groups. The tier evicts its last blocks first, however it was stored."""
+        if len(state.block_hashes) < self._least:
+            return
+        salt, ttl_s = salt_number(state.request.cache_salt), state.request.cache_ttl_s
+        expires = self._clock() + ttl_s if ttl_s else 0.0
+        for group in range(len(self._kv_cache.groups)):
+            hashes = [state.block_hashes[i] for i in self._needed(state, group, 0, len(state.block_hashes))]
+            keys = self._keys.block_keys(hashes, group)
+            if self._due:  # after its own stores, which would be newer
+                self._due.append(_Due(step_id, salt, expires, group, [], [], [], keys))
+            else:
+                self._index.touch(keys, expires)
+
+    def _needed(self, state: RequestState, group: int, begin: int, end: int) -> Sequence[int]:
+        """Return which of a request's blocks from `begin` to `end` later requests may need."""
+        if (spec := self._kv_cache.groups[group]).window is None:
+            return range(begin, end)
+        size, prompt_end = self._size, (state.prompt_len - 1) // self._size  # a hit excludes a prompt's last token
+        ends = [end, prompt_end] if begin < prompt_end < end else [end]  # it continues there, or after the prompt
+        return sorted({i for at in ends for i in range(spec.num_dead_blocks(at * size, size), at)})
+
     def _make_due(self, state: RequestState, progress: _Progress, step_id: int) -> None:
-        begin, end, size = progress.due, progress.cached, self._size
+        begin, end = progress.due, progress.cached
         progress.due = end
         salt, ttl_s = salt_number(state.request.cache_salt), state.request.cache_ttl_s
         expires = self._clock() + ttl_s if ttl_s else 0.0
-        for group, spec in enumerate(self._kv_cache.groups):
-            indices: Sequence[int] = range(begin, end)
-            if spec.window is not None:  # what a request needs that continues here, or after the prompt
-                prompt_end = (state.prompt_len - 1) // size  # a hit excludes a prompt's last token
-                ends = [end, prompt_end] if begin < prompt_end < end else [end]
-                indices = sorted({i for at in ends for i in range(spec.num_dead_blocks(at * size, size), at)})
-            cache, hashes = self._kv_cache.caches[group], [state.block_hashes[i] for i in indices]
+        for group, cache in enumerate(self._kv_cache.caches):
+            hashes = [state.block_hashes[i] for i in self._needed(state, group, begin, end)]
             found = [(h, block) for h in hashes if (block := cache.find(h)) is not None]
             if found:
                 kept, blocks = [h for h, _ in found], [block for _, block in found]
-                keys, parts = self._keys.of_blocks(kept, group), [0] * len(kept)
+                keys, parts = self._keys.block_keys(kept, group), [0] * len(kept)
                 evicted = {block: self._times_evicted[block] for block in blocks}
                 self._due.append(_Due(step_id, salt, expires, group, kept, blocks, parts, keys, None, evicted))
         if isinstance(self._kv_cache, StateCacheManager):
@@ -141,7 +159,7 @@ class Stores:
             for block_hash in state.block_hashes[begin:end]:
                 block = self._kv_cache.cache.find(block_hash)
                 if block is not None and (snapshot := snapshots.find(block)) is not None:
-                    keys = self._keys.of_parts(block_hash)
+                    keys = self._keys.state_keys(block_hash)
                     parts = list(range(len(keys) // KEY_BYTES))
                     hashes, rows = [block_hash] * len(parts), [snapshot.row] * len(parts)
                     self._due.append(_Due(step_id, salt, expires, STATE, hashes, rows, parts, keys, snapshot))

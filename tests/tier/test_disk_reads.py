@@ -72,7 +72,7 @@ class Rig:
         state = self.core.add(request("probe"))
         hashes = self.core.scheduler.kv_cache.prefix_hashes(state)
         self.core.abort("probe")
-        self.keys = TierKeys(TIER, 1).of_blocks(hashes, 0)
+        self.keys = TierKeys(TIER, 1).block_keys(hashes, 0)
         self.disk.keys |= set(split(self.keys))
 
     def run(self, most: int = 200) -> list[int]:

@@ -81,7 +81,7 @@ def test_salts_are_apart():
 
 def test_other_environments_are_apart():
     keys = [TierKeys(TierInfo("", "", 64, 16, environment=name), 2) for name in (b"one", b"two")]
-    found = [key for each in keys for group in (0, 1) for key in split(each.of_blocks([bytes(16), b"1" * 16], group))]
+    found = [key for each in keys for group in (0, 1) for key in split(each.block_keys([bytes(16), b"1" * 16], group))]
     assert len(set(found)) == 8
 
 
@@ -112,7 +112,7 @@ def test_aborted_load_is_cut():
 
 def test_damaged_block_ends_a_hit_and_is_dropped():
     session = forgetful()
-    key = split(session.tier._keys.of_blocks(hashes_of(session), 0))[4]
+    key = split(session.tier._keys.block_keys(hashes_of(session), 0))[4]
     session.region.entries[key].is_damaged = True
     assert hits_of(session, PROMPT) == 8
     assert session.tier.stats()["tier_damaged"] == 1
@@ -140,7 +140,7 @@ def test_spoilt_prefix_leaves_the_tier(kind):
         session.step()
     assert session.reasons[name] is FinishReason.ERROR
     session.finish()
-    assert not session.region.find(session.tier._keys.of_blocks(hashes, 0)).any()
+    assert not session.region.find(session.tier._keys.block_keys(hashes, 0)).any()
 
 
 def test_running_requests_go_on_under_a_load():
@@ -210,6 +210,22 @@ def test_short_requests_are_not_stored():
     session.add(PROMPT, TURN)
     session.finish()
     assert session.region.entries == {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "states"])
+def test_used_prefix_is_evicted_from_its_end(kind):
+    """Entries stand in the order of their use, whichever plans have stored them."""
+    session = session_of(kind, slot_mib=256)
+    session.add(PROMPT, TURN)
+    session.finish()
+    keys, hashes = session.tier._keys, hashes_of(session)
+    head = split(keys.block_keys(hashes, 0))[: len(PROMPT) // 2]
+    assert [key for key in session.region.entries if key in head] == head[::-1]
+    session.add(list(range(20, 10, -1)), TURN)
+    session.finish()
+    session.add(PROMPT[:9], TURN)
+    session.finish()
+    assert list(session.region.entries)[-4:] == head[3::-1], "a hit on the device is a use, too"
 
 
 def test_long_prompt_is_stored_before_it_ends():

@@ -238,13 +238,52 @@ def test_a_prefix_loses_its_last_blocks_first(one_set, clock):
     assert found(one_set, keys) == [True] * (WAYS - 2) + [False] * 2
 
 
-def test_an_expired_entry_makes_room_first(one_set, clock):
+def test_a_touch_counts_for_own_reservations(one_set, clock):
+    """A prefix is touched after its last blocks are reserved, and the first ones may still be written."""
+    one_set.reserve(keys_of("head"), salt=0)
+    clock.now += 1
+    store(one_set, keys_of("tail"))
+    one_set.touch(keys_of("head", "tail"))
+    write(one_set, keys_of("head"))
+    store(one_set, keys_of(*range(WAYS - 1)))
+    assert found(one_set, keys_of("head", "tail")) == [True, False]
+
+
+def test_an_expired_entry_counts_as_one_without_lifetime(one_set, clock):
+    store(one_set, keys_of("first"))
+    clock.now += 1
     store(one_set, keys_of("hinted"), expires=clock.now + 5)
     clock.now += 1
-    store(one_set, keys_of(*range(WAYS - 1)))
+    store(one_set, keys_of(*range(WAYS - 2)))
     clock.now += 10
     store(one_set, keys_of("new"))
-    assert found(one_set, keys_of("hinted", *range(WAYS - 1))) == [False] + [True] * (WAYS - 1)
+    assert found(one_set, keys_of("first", "hinted", *range(WAYS - 2))) == [False] + [True] * (WAYS - 1)
+    one_set.touch(keys_of("hinted"))
+    store(one_set, keys_of("newer"))
+    assert found(one_set, keys_of("hinted", *range(WAYS - 2))).count(False) == 1
+    assert found(one_set, keys_of("hinted")) == [True]
+
+
+def test_lifetimes_keep_at_most_half_of_the_ways(one_set, clock):
+    for name in range(WAYS // 2 + 1):
+        clock.now += 1
+        store(one_set, keys_of(name), expires=clock.now + 3600)
+    for name in range(WAYS):
+        clock.now += 1
+        store(one_set, keys_of("other", name))
+    assert found(one_set, keys_of(*range(WAYS // 2 + 1))) == [False] + [True] * (WAYS // 2)
+
+
+def test_a_flood_of_lifetimes_does_not_hold_the_region(folder, clock):
+    region = Region.open(folder, "layout", 4096, 64, 1)
+    for number in range(60):
+        clock.now += 1
+        store(region, keys_of(*(f"{number} {i}" for i in range(100))), expires=clock.now + 86_400)
+    store(region, keys := keys_of(*range(1500)))
+    clock.now += 1
+    for number in range(60, 80):
+        store(region, keys_of(*(f"{number} {i}" for i in range(100))), expires=clock.now + 86_400)
+    assert region.find(keys).mean() > 0.98
 
 
 def test_an_entry_with_a_hint_is_kept_the_longest(one_set, clock):

@@ -73,8 +73,8 @@ class FakeRegion:
         return key in self.entries and self.entries[key].payload is not None
 
     def touch(self, keys: bytes, expires: float = 0) -> None:
-        for key in split(keys):
-            if self.is_ready(key):
+        for key in reversed(split(keys)):
+            if key in self.entries:
                 self.entries[key] = entry = self.entries.pop(key)
                 entry.expires = expires or entry.expires
 
