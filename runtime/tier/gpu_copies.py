@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -30,6 +31,7 @@ from runtime.tier.region import Region
 from runtime.tier.sums import key_sums
 
 _LANES = 2  # lanes for stores, and as many for loads
+_COPIERS = 4  # threads that copy through bounces
 
 
 class _Job:
@@ -100,7 +102,7 @@ class GpuCopier(TierCopier):
     def __init__(self, region: Region, info: TierInfo, rank: int, device: torch.device) -> None:
         super().__init__(region, info, rank)
         self._device = device
-        self.pinned = Pinned(self.payload, region.files[rank], device)
+        self.pinned = Pinned(self.payload, device)
 
     def ready(self) -> None:
         self.pinned.begin()
@@ -111,6 +113,7 @@ class GpuCopier(TierCopier):
         self._lanes = list(make)
         self._store_lanes, self._load_lanes = cycle(self._lanes[:_LANES]), cycle(self._lanes[_LANES:])
         self._storer, self._loader = (ThreadPoolExecutor(1, f"tier-{name}") for name in ("stores", "loads"))
+        self._copiers = ThreadPoolExecutor(_COPIERS, "tier-copies")
         self._last_load: Future[None] | None = None  # the last load in a thread
         self._build_kernels()
 
@@ -171,8 +174,7 @@ class GpuCopier(TierCopier):
         assert lane.bounce is not None
         if job.done is not None:
             job.done.synchronize()
-        for i in unpinned:
-            self.payload[int(job.batch.slots[i]), : job.batch.size].copy_(lane.bounce[i, : job.batch.size])
+        self._bounce(lane, job.batch, unpinned, is_store=True)
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
@@ -199,8 +201,7 @@ class GpuCopier(TierCopier):
             assert lane.bounce is not None
             if lane.stream is not None:
                 lane.stream.synchronize()  # the bounce is free
-            for i in unpinned:
-                lane.bounce[i, :size].copy_(self.payload[int(batch.slots[i]), :size])
+            self._bounce(lane, batch, unpinned, is_store=False)
         with lane.on():
             if lane.stream is not None:
                 lane.stream.wait_event(earlier_plans)
@@ -214,6 +215,15 @@ class GpuCopier(TierCopier):
                 first += runs.size
             job.results.copy_(fits.long(), non_blocking=True)
         lane.record(job)
+
+    def _bounce(self, lane: _Lane, batch: Batch, unpinned: set[int], is_store: bool) -> None:
+        """Copy between the bounce and slots, in several threads. torch would start threads of its own for each slot."""
+        assert lane.bounce is not None
+        bounce, payload, size = lane.bounce.numpy(), self.payload.numpy(), batch.size
+        rows = [(payload[int(batch.slots[i]), :size], bounce[i, :size]) for i in unpinned]
+        parts = [rows[first::_COPIERS] for first in range(_COPIERS)]
+        for _ in self._copiers.map(partial(_copy_all, is_store=is_store), parts):
+            pass
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -247,6 +257,12 @@ class GpuCopier(TierCopier):
 
     def close(self) -> None:
         super().close()
-        for thread in (self._storer, self._loader):
+        for thread in (self._storer, self._loader, self._copiers):
             thread.shutdown()
         self.pinned.close()
+
+
+def _copy_all(rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]], is_store: bool) -> None:
+    """Copy from slots to rows of the bounce, or with `is_store` back."""
+    for slot, row in rows:
+        np.copyto(*((slot, row) if is_store else (row, slot)))

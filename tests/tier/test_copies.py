@@ -1,5 +1,8 @@
 """Blocks and states through a tier: the same bits on every backend, whatever happens to the slots meanwhile."""
 
+import mmap
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from runtime.tier.gpu_copies import GpuCopier
+from runtime.tier.pinning import Pinned
 from tests.support.engine.tier_copies import SPECS, STATE, CopiedCache, keys_of
 from tests.triton import INTERPRETING
 
@@ -200,3 +204,15 @@ def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypat
     for place, bits in zip(sources, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(made.block(*place), bits, strict=True))
     made.copier.close()
+
+
+def test_memory_is_populated_before_it_is_pinned():
+    """Slots have pages before the driver is asked for them."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(1 << 20)
+        payload = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(16, -1))
+        pinned = Pinned(payload, torch.device("cpu"))
+        assert os.fstat(file.fileno()).st_blocks == 0
+        pinned._populate(payload[4:8])
+        assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 18
+        pinned.close()
