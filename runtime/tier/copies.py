@@ -192,14 +192,16 @@ class CpuCopier(TierCopier):
         self._staging = torch.zeros((1, self.info.slot_bytes // 8), dtype=torch.int64)
 
     def _store(self, batch: Batch) -> None:
-        for one in batch.cut(1):
+        sums = np.zeros(len(batch.numbers), np.uint64)
+        for at, one in enumerate(batch.cut(1)):
             slot, first = self.payload[int(one.slots[0])].unsqueeze(0), 0
             for runs, starts in zip(one.runs, torch.from_numpy(one.starts), strict=True):
                 gather_runs_torch(runs, starts, slot, first)
                 first += runs.size
-            sums = payload_sums(slot[:, :first].numpy().view(np.uint8), one.keys)
-            self.region.commit(self.rank, one.slots, one.keys, sums)
-            self._end(one.numbers[0], True, False)
+            sums[at] = payload_sums(slot[:, :first].numpy().view(np.uint8), one.keys)[0]
+        self.region.commit(self.rank, batch.slots, batch.keys, sums)
+        for number in batch.numbers:
+            self._end(number, True, False)
 
     def _load(self, batch: Batch) -> None:
         for one in batch.cut(1):
