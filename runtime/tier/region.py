@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.base.errors import CallboardError
 from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, open_files, wipe_files
 from runtime.tier.sums import key_words
 
@@ -32,6 +33,10 @@ _IDLE_S = 600.0  # a salt's quota protects other salts' entries this long after 
 _LEFT, _NEVER = 2, 9  # see _order_of
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.0003  # a reservation takes the lock for less than a millisecond
 _FULL_S = 10.0  # pause after the file system had no memory for a slot
+
+
+class RegionBusy(CallboardError):
+    """Another process has the region's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +164,16 @@ class Region:
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
         """Give keys a slot to be written; return which ones have got it [n].
 
-        The others are present or reserved already, find no way to take, or another process reserves now."""
+        The others are present or reserved already, or find no way to take.
+
+        Raises:
+            RegionBusy: Another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
         self.touch(keys)  # entries that are present have just been computed again
         with self._try_lock() as has_lock:
             if not has_lock:
-                return taken
+                raise RegionBusy("Another process reserves slots of this region now; try again.")
             sets = self._sets_of(words)
             rest = np.arange(len(words))
             while rest.size:  # keys without common sets are reserved at once

@@ -18,8 +18,10 @@ from runtime.core.request_state import RequestState
 from runtime.core.states.snapshot_pool import Snapshot
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.tier.keys import KEY_BYTES, TierIndex, TierKeys, salt_number, split
+from runtime.tier.region import RegionBusy
 
 _FLUSH_TOKENS = 2048
+_MOST_REFUSALS = 100  # plans in a row that find the index busy, after which a batch is left out
 STATE = -1  # stands in Transfers in place of a KV group
 
 
@@ -85,6 +87,7 @@ class Stores:
         # An evicted block that is cached again, even by its old hash, may be computed by the next plan only.
         self._times_evicted = Counter[int]()
         self._in_flight: dict[int, bytes] = {}  # keys by numbers
+        self._num_refusals = 0  # in a row
         self._spoilt: set[bytes] = set()  # keys in flight that are dropped afterwards
 
     # ---- due stores -------------------------------------------------------------------------------------------------
@@ -182,7 +185,15 @@ class Stores:
             due = self._due[0] if len(self._due[0].blocks) > most else self._due.popleft()
             now = due.split_off(most) if due.blocks[most:] else due
             most -= len(now.blocks)
-            for at, key in self._reserved(now):
+            try:
+                reserved = self._reserved(now)
+            except RegionBusy:  # another engine, for less than a millisecond
+                self._num_refusals += 1
+                if self._num_refusals % _MOST_REFUSALS:
+                    self._due.appendleft(now)
+                break
+            self._num_refusals = 0
+            for at, key in reserved:
                 number = next_number()
                 self._in_flight[number] = key
                 numbers.append(number)

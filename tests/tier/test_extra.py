@@ -64,6 +64,17 @@ def test_longer_prompt_loads_what_the_device_lacks():
     assert session.tier.stats()["tier_loaded_blocks"] - before == 12
 
 
+@pytest.mark.parametrize(("num_busy", "is_stored"), [(30, True), (1_000, False)])
+def test_stores_try_again_while_another_engine_reserves(num_busy, is_stored):
+    """A process that keeps the lock, because it is stopped, costs entries, not the engine."""
+    session = session_of()
+    session.tier.index.num_busy = num_busy
+    session.add(PROMPT, TURN)
+    session.finish()
+    assert bool(session.tier.stats()["tier_stored_blocks"]) is is_stored
+    assert session.tier.index.num_busy == 0 or not is_stored
+
+
 def test_equal_prompts_load_once():
     session = forgetful()
     for _ in range(3):

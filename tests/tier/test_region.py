@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.tier import region as module
-from runtime.tier.region import Region
+from runtime.tier.region import Region, RegionBusy
 from runtime.tier.region_files import WAYS
 from tests.tier.regions import keys_of, one_by_one, payload_of, store, torn, write
 
@@ -375,7 +375,8 @@ def test_a_stopped_lock_holder_delays_no_process(region):
     os.read(reader, 1)
     os.waitpid(child, os.WUNTRACED)
     try:
-        assert not region.reserve(keys_of(2), salt=0).any()
+        with pytest.raises(RegionBusy):
+            region.reserve(keys_of(2), salt=0)
         assert region.find(keys_of(1)).all()
         region.touch(keys_of(1))
         region.drop(keys_of(1))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from runtime import start
 from runtime.base.model_info import TierInfo
-from runtime.tier.region import Region
+from runtime.tier.region import Region, RegionBusy
 from runtime.tier.region_files import descriptor
 from runtime.tier.sums import payload_sums
 
@@ -37,6 +37,7 @@ WRITE_RATE = 256 * 2**20  # bytes a second from RAM to disk
 _BATCH_BYTES = 64 * 2**20
 _PASS_S = 1.0  # pause between two looks for new entries
 _RESTART_S = 1.0  # pause before a dead keeper is replaced
+_LOCK_TRIES = 100
 _MAX_KEYS = 4096  # keys in one message
 _REQUEST = struct.Struct("<QQd")  # number, salt, expires; the keys follow
 _NUMBER = struct.Struct("<Q")
@@ -162,6 +163,15 @@ def save(ram: Region, disk: Region, keys: bytes, salt: int, expires: float) -> N
     _copy(ram, disk, keys, salt, expires, write)
 
 
+def _reserved(target: Region, keys: bytes, salt: int, expires: float) -> NDArray[np.bool_]:
+    """Return which keys have got a slot; none if another process has the lock for long."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(RegionBusy):
+            return target.reserve(keys, salt, expires)
+        time.sleep(0.001)
+    return np.zeros(len(keys) // 16, np.bool_)
+
+
 def _copy(
     source: Region,
     target: Region,
@@ -172,7 +182,7 @@ def _copy(
 ) -> None:
     """Copy READY entries to slots that are reserved here. `copy_slot` returns the payload in RAM, which is checked."""
     keys = _chosen(keys, source.find(keys))
-    keys = _chosen(keys, target.reserve(keys, salt, expires))
+    keys = _chosen(keys, _reserved(target, keys, salt, expires))
     old, new = source.slots_of(keys, ready=True), target.slots_of(keys, ready=False)
     sums = [source.sums(rank, old) for rank in range(source.num_ranks)]
 

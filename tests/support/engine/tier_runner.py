@@ -20,7 +20,7 @@ from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.tier.extra import Tier
 from runtime.tier.keys import split
-from runtime.tier.region import RegionFigures
+from runtime.tier.region import RegionBusy, RegionFigures
 from tests.support.engine.fake_runner import (
     IMAGE,
     FakeRunner,
@@ -62,6 +62,7 @@ class FakeRegion:
         self.truth: dict[bytes, object] = {}  # what was ever written for a key
         self.salts: dict[bytes, int] = {}
         self.num_damaged = self.num_evicted = 0
+        self.num_busy = 0  # the next reservations, while another process has the lock
 
     def _happens(self) -> bool:
         return self.rng.random() < self.chaos
@@ -79,8 +80,9 @@ class FakeRegion:
                 entry.expires = expires or entry.expires
 
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> np.ndarray:
-        if self._happens():  # another process has the lock
-            return np.zeros(len(keys) // 16, bool)
+        if self.num_busy or self._happens():
+            self.num_busy = max(0, self.num_busy - 1)
+            raise RegionBusy("Another process has the lock.")
         return np.array([self._reserve(key, salt, expires) for key in split(keys)], bool)
 
     def _reserve(self, key: bytes, salt: int, expires: float) -> bool:
