@@ -1,7 +1,7 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-Threads first give the memory its pages, which needs no lock of the driver, while the runner still starts. Pinning waits
-until the runner is ready, since it would slow down the capture of graphs."""
+Threads first give the memory its pages while the runner starts; that needs no lock of the driver. Pinning waits until
+the runner is ready, since it would slow down the capture of graphs."""
 
 from __future__ import annotations
 
