@@ -1,7 +1,7 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-Threads first give the memory its pages while the runner starts; that needs no lock of the driver. Pinning waits until
-the runner is ready, since it would slow down the capture of graphs."""
+Threads populate the memory while the runner starts, without the driver's lock. Pinning begins when the runner is ready,
+since it would slow down the capture of graphs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pinned:
     def _populate(self, part: torch.Tensor) -> None:
         if not self._stop.is_set():
             address, size = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
-            ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)  # without pages it is pinned more slowly
+            ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)  # if it fails, pinning is slower
 
     def _pin(self) -> None:
         start = time.perf_counter()
