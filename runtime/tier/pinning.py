@@ -1,6 +1,6 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-Threads first give the memory its pages, which needs no lock of the driver, while the runner still starts. Pinning waits
+Threads first give the memory its pages, without the driver's lock, while the runner still starts. Pinning waits
 until the runner is ready, since it would slow down the capture of graphs."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pinned:
     def _populate(self, part: torch.Tensor) -> None:
         if not self._stop.is_set():
             address, size = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
-            ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)  # without pages it is pinned more slowly
+            ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)  # memory without pages is pinned more slowly
 
     def _pin(self) -> None:
         start = time.perf_counter()
