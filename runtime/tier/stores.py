@@ -87,7 +87,7 @@ class Stores:
         # An evicted block that is cached again, even by its old hash, may be computed by the next plan only.
         self._times_evicted = Counter[int]()
         self._in_flight: dict[int, bytes] = {}  # keys by numbers
-        self._num_refusals = 0  # in a row
+        self._num_refusals = 0  # tries in a row
         self._spoilt: set[bytes] = set()  # keys in flight that are dropped afterwards
 
     # ---- due stores -------------------------------------------------------------------------------------------------
