@@ -284,8 +284,9 @@ async def test_choices_send_their_prompt_once(engine, monkeypatch):
     group = link_to(engine)
     await group.start()
     connection, sizes = only_link(group)._connection, []
-    write = connection.transport.write
-    sending = Mock(write=lambda frame: (sizes.append(len(frame)), write(frame)))
+    transport = connection.transport
+    sending = Mock(wraps=transport)
+    sending.writelines = lambda parts: (sizes.append(sum(map(len, parts))), transport.writelines(parts))
     monkeypatch.setattr(connection, "transport", sending)
     submitted, add = [], engine.loop.core.add
     monkeypatch.setattr(engine.loop.core, "add", lambda req, owner: (submitted.append(req), add(req, owner))[1])

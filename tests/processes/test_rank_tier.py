@@ -1,6 +1,7 @@
 """Two ranks with a tier: a block is loaded if both have its part."""
 
-from pathlib import Path
+import os
+import time
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from runtime.assembly.engine import build_engine
 from runtime.base.config import EngineConfig
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
-from runtime.tier.place import attached
+from runtime.tier.place import attached, base_folder, forget
 from runtime.worker.sources import DummySource
 from tests.support.models.specs import dense_spec
 from tests.support.ranks.rank_processes import RankProcesses, rank_processes
@@ -20,11 +21,11 @@ SPEC = dense_spec(
 PROMPT = np.random.default_rng(0).integers(0, 200, 400).tolist()
 
 
-def answer(processes: RankProcesses, damaged_rank: int | None = None) -> tuple[list[int], dict[str, float]]:
+def answer(processes: RankProcesses, name: str, damaged_rank: int | None = None) -> tuple[list[int], dict[str, float]]:
     """The answer of a new group, and its engine's figures."""
     config = EngineConfig(
         device="cpu", num_threads=1, max_num_seqs=4, num_kv_blocks=120, max_model_len=512, tensor_parallel_size=2,
-        deterministic=True, kv_tier_name="ranks", kv_tier_memory=0.05,
+        deterministic=True, kv_tier_name=name, kv_tier_memory=0.05,
     ).sized_for("cpu")  # fmt: skip
     runner = processes.open(config, DummySource(SPEC))
     region = attached(runner.info.tier)
@@ -40,12 +41,15 @@ def answer(processes: RankProcesses, damaged_rank: int | None = None) -> tuple[l
     return tokens, core.stats()
 
 
-def test_both_ranks_load_their_parts(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))
-    with rank_processes(2) as processes:
-        want, before = answer(processes)
-        again, hit = answer(processes)
-        damaged, missed = answer(processes, damaged_rank=1)
+def test_both_ranks_load_their_parts():
+    name = f"ranks-{os.getpid()}-{time.time_ns()}"
+    try:
+        with rank_processes(2) as processes:
+            want, before = answer(processes, name)
+            again, hit = answer(processes, name)
+            damaged, missed = answer(processes, name, damaged_rank=1)
+    finally:
+        forget(base_folder(), name)
     assert want == again == damaged
     assert before["tier_hit_tokens"] == 0
     assert hit["tier_hit_tokens"] >= 384

@@ -82,13 +82,14 @@ def _copy_runs_kernel(
 ):
     item = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if not TO_SLOTS:
+        size = tl.where(tl.load(fits_ptr + item) != 0, size, 0)  # a damaged slot is not copied
     inside = at < size
     block = words_ptr + tl.load(starts_ptr + item) + (at // RUN).to(tl.int64) * stride + at % RUN
     slot = slots_ptr + item.to(tl.int64) * slot_words + first + at
     if TO_SLOTS:
         tl.store(slot, tl.load(block, mask=inside), mask=inside)
     else:
-        inside = inside & (tl.load(fits_ptr + item) != 0)
         tl.store(block, tl.load(slot, mask=inside), mask=inside)
 
 
