@@ -5,12 +5,13 @@ a slow load costs more than one that is left out."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from statistics import median
 
 _LATENCY_S = 2e-3  # plans and results of a load, besides its bytes
-_SHARE = 0.7  # a load must take less than this share of the time to compute
+_SHARE = 0.7  # a load must take less than this share of the time to compute; CALLBOARD_TIER_SHARE replaces it
 _PRIORS = {"cuda": (10_000.0, 10e9), "cpu": (300.0, 0.5e9)}  # device -> prompt tokens and loaded bytes, per second
 _LEAST_BYTES = 1 << 20  # smaller loads measure latency
 _NUM_SAMPLES = 5
@@ -27,6 +28,7 @@ class Costs:
 
         `load_rate` is the bytes per second before the first load; 0 for the device's usual rate from RAM."""
         self._clock, self._measured_prefill = clock, prefill_rate
+        self._share = float(os.environ.get("CALLBOARD_TIER_SHARE") or _SHARE)
         self._prefill_prior, self._load_prior = _PRIORS["cpu" if device == "cpu" else "cuda"]
         self._load_prior = load_rate or self._load_prior
         self._samples: deque[tuple[float, float]] = deque(maxlen=_NUM_SAMPLES)  # time, bytes per second
@@ -46,7 +48,7 @@ class Costs:
 
     def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
         """Return True if these bytes are loaded sooner than their tokens are computed."""
-        return num_bytes / self.load_rate + _LATENCY_S < _SHARE * num_tokens / self.prefill_rate
+        return num_bytes / self.load_rate + _LATENCY_S < self._share * num_tokens / self.prefill_rate
 
     def observe(self, num_bytes: int, begun_at: float) -> None:
         """A load has ended. Loads share the link, so its time begins with the end of the load before it."""

@@ -286,7 +286,8 @@ def test_idle_engine_plans_no_steps_while_a_copy_runs():
     session.finish()
 
 
-def test_load_is_worth_its_time():
+def test_load_is_worth_its_time(monkeypatch):
+    monkeypatch.delenv("CALLBOARD_TIER_SHARE")
     now, rate = SimpleNamespace(s=0.0), SimpleNamespace(tokens=0.0)
     costs = Costs("cpu", lambda: now.s, lambda: rate.tokens)
     assert costs.is_worth(50 << 20, 300)
