@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -196,15 +195,6 @@ class Region:
         sets, ways, ready, is_there = self._look_up(keys)
         goes = is_there & (ready | self._are_own(sets, ways))
         self._free(sets[goes], ways[goes])
-
-    def prefault(self, stop: threading.Event) -> None:
-        """Give all slots their memory, in a thread, until `stop` is set or memory is out. Later calls are quick.
-
-        A slot's first write takes about a millisecond for 2 MiB, and one without memory would end the process."""
-        for way in range(WAYS):
-            for index in np.flatnonzero(self._has_pages[:, way] == 0).tolist():
-                if stop.is_set() or not self._give_pages(index, way):
-                    return
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

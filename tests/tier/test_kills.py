@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +57,6 @@ def kill_writers(folder: Path, write: Callable[..., None], rounds: int, seed: in
     """Kill the three writers in each round. Returns kills, READY entries seen, and torn entries seen."""
     chance = random.Random(seed)
     region = Region.open(folder, "layout", 64, SLOT, RANKS)
-    region.prefault(threading.Event())
     seen = bad = 0
     for number in range(rounds):
         name = f"{seed} {number}"

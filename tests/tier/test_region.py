@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -391,21 +390,6 @@ def test_a_stopped_lock_holder_delays_no_process(region):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_prefault_allocates_all_and_does_it_once(region, folder, monkeypatch):
-    region.prefault(threading.Event())
-    size = 1024 * SLOT
-    assert [(folder / f"payload-{rank}").stat().st_blocks * 512 >= size for rank in range(2)] == [True, True]
-    monkeypatch.setattr(os, "posix_fallocate", None)
-    region.prefault(threading.Event())
-
-
-def test_prefault_can_be_stopped(region, folder):
-    stop = threading.Event()
-    stop.set()
-    region.prefault(stop)
-    assert (folder / "payload-0").stat().st_blocks == 0
-
-
 def test_a_slot_without_memory_is_not_reserved(region, monkeypatch):
     """A write to it would end the process with SIGBUS."""
     region.reserve(keys_of(1), salt=0)
@@ -417,7 +401,6 @@ def test_a_slot_without_memory_is_not_reserved(region, monkeypatch):
     assert not region.reserve(keys_of(2, 3), salt=0).any()
     write(region, keys_of(1))
     assert region.find(keys_of(1)).all()
-    region.prefault(threading.Event())
 
 
 def test_free_slots_with_memory_are_taken_first(one_set):
