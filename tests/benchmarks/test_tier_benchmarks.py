@@ -28,8 +28,9 @@ def test_a_killed_conversation_continues(tmp_path: Path):
     sizes = ["--tokens", "1000", "--memory", "0.05", "--cells", "2x64x8", "--repeats", "1", "--copied", "0.001"]
     settings = ["--set", "num_threads=1", "deterministic=true", "kv_cache_memory=0.1"]
     lines = lines_of(tmp_path, "benchmarks.engine.tier", "--model", "tiny", *sizes, *settings)
-    assert [line["line"] for line in lines] == ["resume", "start", "overhead", "copies"]
-    resume, _, overhead, copies = lines
+    assert [line["line"] for line in lines] == ["prompt", "resume", "copies", "overhead", "start"]
+    _, resume, copies, overhead, start = lines
+    assert min(start[name] for name in ("new_s", "full_s", "none_s")) > 0
     assert (resume["different"], resume["damaged"]) == (0, 0)
     assert resume["hit_tokens"] >= 992
     assert overhead["decode_tok_s_ratio"] > 0
