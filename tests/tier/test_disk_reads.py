@@ -157,7 +157,8 @@ def test_requests_do_not_wait_in_vain(naps, change):
     assert rig.disk.requests == naps == []
 
 
-def test_blocks_are_computed_if_that_is_quicker(naps):
+def test_blocks_are_computed_if_that_is_quicker(naps, monkeypatch):
+    monkeypatch.delenv("CALLBOARD_TIER_SHARE")
     rig = Rig(prefill_rate=1e6)
     rig.core.add(request("a"))
     assert rig.run() == sequential(request("a"), 400)[0]
