@@ -1,0 +1,100 @@
+"""The launches of Triton kernels as compilations, and Triton's cache of them. All use of Triton's private names.
+
+A compilation has what a launch gives to Triton's compiler: source, types, constants and options. So its key in the
+cache folder is that of the launch. Triton's key holds its own version, the target, the compiler `ptxas`, the kernel's
+source with all that it calls, and the variables of the environment that change code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A kernel with types, constants and options, for a target."""
+
+    source: Any  # triton.compiler.ASTSource
+    target: GPUTarget
+    options: dict[str, Any]
+
+    @cached_property
+    def key(self) -> str:
+        """The hash under which Triton's cache has the result."""
+        backend = make_backend(self.target)
+        options = backend.parse_options(self.options | self.source.parse_options())
+        key = get_cache_key(self.source, backend, options, get_cache_invalidating_env_vars())
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        return str(self.source.name)
+
+    def compile(self) -> Any:
+        """Compile the kernel into the cache, unless it is there. Returns Triton's compiled kernel."""
+        return triton.compile(self.source, target=self.target, options=self.options)
+
+    def is_cached(self) -> bool:
+        """True if the cache has the result."""
+        return is_cached(self.key, self.name)
+
+
+def is_cached(key: str, name: str) -> bool:
+    """True if Triton's cache has the kernel with this name and key."""
+    file = f"{name[:150]}.json"  # as triton.compile names it
+    return file in (get_cache_manager(key).get_group(file) or {})
+
+
+class _Driver:
+    """The calls of a driver that Triton makes before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+@contextmanager
+def recorded_launches(capability: tuple[int, int]) -> Iterator[dict[str, Compilation]]:
+    """Record each launch in place of it. Yields the compilations by key, which grow as kernels are launched.
+
+    The process launches no kernels afterwards."""
+    found: dict[str, Compilation] = {}
+
+    def record(source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        compilation = Compilation(source, target, options)
+        found.setdefault(compilation.key, compilation)
+        return SimpleNamespace(hash=compilation.key)
+
+    launch, compile_ = JITFunction.run, triton.compiler.compile
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    driver.set_active(_Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32)))
+    JITFunction.run, triton.compiler.compile = run, record
+    try:
+        yield found
+    finally:
+        JITFunction.run, triton.compiler.compile = launch, compile_
