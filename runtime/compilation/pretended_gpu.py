@@ -108,9 +108,8 @@ class _MetaForCuda(TorchFunctionMode):
             options["pin_memory"] = False
         if options.pop("generator", None) is not None:
             options["device"] = _META  # random weights have no values, either
-        if func is torch.mm and "out_dtype" in options:
-            dtype, out = options.pop("out_dtype"), options.pop("out", None)
-            return func(*args).to(dtype) if out is None else out
+        if (product := _PRODUCTS.get(func)) is not None and args[0].device == _META:
+            return product(*args, **options)
         return func(*map(_pretended, args), **options)
 
 
@@ -129,4 +128,16 @@ _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.tolist: lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype).tolist(),
     torch.Tensor.__bool__: lambda tensor: False,
     torch.Tensor.__int__: lambda tensor: 0,
+}
+
+
+def _mm(x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None, out: Any = None) -> Any:
+    return x.new_empty((len(x), y.shape[1]), dtype=out_dtype) if out is None else out
+
+
+# Products of libraries. What torch does with them on `meta` lacks `out_dtype`, and takes long.
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    torch.mm: _mm,
+    torch.nn.functional.linear: lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight))),
+    torch.Tensor.addmm_: lambda own, x, y: own,
 }
