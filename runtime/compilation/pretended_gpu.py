@@ -7,9 +7,11 @@ leave the host's memory as it is. Graphs are not captured; their steps run. Kern
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +63,9 @@ def pretended_gpu(facts: GpuFacts) -> Iterator[None]:
     usual = {name: getattr(torch.cuda, name) for name in stubs}
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
+    if "torch._dynamo" not in sys.modules:  # ops on `meta` import it, for 3 s, and only switch it off
+        sys.modules["torch._dynamo"] = torch._dynamo = ModuleType("torch._dynamo")
+        torch._dynamo.disable = lambda function, *args, **options: function
     try:
         with _MetaForCuda():
             yield

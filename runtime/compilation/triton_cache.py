@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import triton
+from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -44,6 +46,12 @@ class Compilation:
     def name(self) -> str:
         return str(self.source.name)
 
+    @property
+    def weight(self) -> int:
+        """Grows with the time that compilation takes: long sources with large tiles first."""
+        tiles = [n for n in self.source.constants.values() if isinstance(n, int)]
+        return len(self.source.fn.src) * (1 + sum(tiles))
+
     def compile(self) -> Any:
         """Compile the kernel into the cache, unless it is there. Returns Triton's compiled kernel."""
         return triton.compile(self.source, target=self.target, options=self.options)
@@ -51,6 +59,11 @@ class Compilation:
     def is_cached(self) -> bool:
         """True if the cache has the result."""
         return is_cached(self.key, self.name)
+
+
+def cache_folder() -> Path:
+    """The folder of Triton's cache, TRITON_CACHE_DIR."""
+    return Path(knobs.cache.dir)
 
 
 def is_cached(key: str, name: str) -> bool:
