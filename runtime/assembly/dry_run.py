@@ -1,87 +1,93 @@
-"""A runner's start without a GPU: it records the kernels of all steps before the first request."""
+"""The helper's program: a runner's start on a pretended GPU, which records kernels, and their compilation.
+
+`python -m runtime.assembly.dry_run` reads one pickled CompileJob from stdin and writes a CompileAnswer to stdout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from runtime.assembly.runner import build_runner
+from runtime.assembly.runner import runner_extras
 from runtime.base.config import EngineConfig
-from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.sharding import Part, parts_of
-from runtime.base.shard import ALONE, Shard
-from runtime.compilation.pretended_gpu import GpuFacts, pretended_gpu
-from runtime.compilation.triton_cache import Compilation, recorded_launches
-from runtime.kernels.collectives.communicator import Communicator
+from runtime.compilation.ahead import CompileAnswer, CompileJob
+from runtime.compilation.kernel_pool import compile_all
+from runtime.compilation.pretended_gpu import pretended_gpu
+from runtime.compilation.triton_cache import Compilation, cache_folder, recorded_launches
 from runtime.kernels.numerics import Numerics
-from runtime.models.decoder import Decoder, Layer
-from runtime.models.decoder_build import LayerBuilder, build_decoder
-from runtime.models.linear_maps import LinearMaps
-from runtime.models.weight_map import WeightMap
-from runtime.models.weights import _IN_FLOAT32
-from runtime.quant.held_weight import HeldWeight
-from runtime.quant.model_formats import weight_formats
-from runtime.worker.memory import planned_cache
-from runtime.worker.sources import DummySource
+from runtime.worker.ranks.rank_group import RankGroup
+from runtime.worker.runner import ModelRunner
 
 
-class _Nothing:
-    """Parts of a layer that do nothing."""
+class _NoMemory:
+    """Memory that other ranks would reach."""
 
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        return torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda"), b""
 
-    def __call__(self, *args: Any) -> None:
-        return None
+    def open(self, handle: bytes) -> int:
+        return 0
 
-
-class _DistinctLayers(LayerBuilder):
-    """Builds the first of several equal layers; the others launch nothing."""
-
-    def __init__(self, maps: LinearMaps, num_positions: int, cache: KVCacheSpec) -> None:
-        super().__init__(maps, num_positions)
-        self._cache, self._built = cache, set[Any]()
-
-    def layer(self, index: int) -> Layer:
-        prefix, shapes = f"layers.{index}.", self.spec.shapes()
-        formats = tuple(str(self.maps.format_of(name).name) for name in shapes if name.startswith(prefix))
-        group = self._cache.place_of(index)[0]
-        kind = self.spec.layers[index], formats, group
-        if kind in self._built:
-            nothing: Any = _Nothing()
-            return Layer(None, None, nothing, torch.empty(0), None, nothing)
-        self._built.add(kind)
-        return super().layer(index)
+    def free(self, own: torch.Tensor, opened: Sequence[int]) -> None:
+        pass
 
 
-class SpecSource(DummySource):
-    config: EngineConfig
+class _GroupAlone(RankGroup):
+    """A group whose other ranks are not there. Its operations launch their kernels."""
 
-    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        shapes, format_of = spec.whole.shapes(), weight_formats(spec, numerics)
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> None:
+        super().__init__(config, spec, numerics, _NoMemory())
 
-        def read(parameter: str, part: Part | None = None) -> HeldWeight:
-            weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)
-            is_wide = self.weight_map.adds_one(parameter) or parameter.endswith(_IN_FLOAT32)
-            dtype = torch.float32 if is_wide else numerics.dtype
-            drawn = weight_format.random(shapes[parameter], torch.Generator())
-            if drawn is not None:
-                tensors = weight_format.parts_of_random(drawn, parts, numerics)
-            else:
-                tensors = weight_format.encode(torch.empty(shapes[parameter], dtype=dtype, device=numerics.device), parts)
-            return HeldWeight((parameter,), weight_format, tensors)
+    def connect(self, handles: Sequence[bytes]) -> None:
+        pass
 
-        builder = partial(_DistinctLayers, cache=planned_cache(self.config, spec, numerics))
-        return build_decoder(spec, numerics, max_model_len, read, communicator, builder)
+    def least(self, value: int) -> int:
+        return value
 
 
-def kernels_of(config, source, facts, shard=None, is_draft=False):
-    SpecSource.config = config
-    with recorded_launches(facts.capability) as found, pretended_gpu(facts):
-        build_runner(config, source, shard, is_draft)
-    return found
+def recorded_kernels(job: CompileJob) -> list[Compilation]:
+    """Start the job's runner on a pretended GPU, and return the kernels that it launches before the first request."""
+    config = job.source.config
+    plugged = replace(
+        runner_extras(config, job.is_draft), tier=None, sleep_memory=None, updates=None, kernels=None, group=_GroupAlone
+    )
+    with recorded_launches(job.facts.capability) as found, pretended_gpu(job.facts):
+        runner = ModelRunner(config, job.source, job.shard, job.is_draft, plugged)
+        runner.open(runner.load([runner.handle]).num_kv_blocks)
+    return list(found.values())
+
+
+def answer_of(job: CompileJob) -> CompileAnswer:
+    """Record and compile the job's kernels, and write their list."""
+    start = time.perf_counter()
+    kernels = recorded_kernels(job)
+    recorded = time.perf_counter()
+    cached = sum(kernel.is_cached() for kernel in kernels)
+    compile_all(kernels, job.num_workers)
+    failed = sum(not kernel.is_cached() for kernel in kernels)
+    if not failed:
+        path = cache_folder() / job.list_name
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps([[kernel.key, kernel.name] for kernel in kernels]))
+        part.rename(path)
+    seconds = recorded - start, time.perf_counter() - recorded
+    return CompileAnswer(
+        kernels=len(kernels), cached=cached, failed=failed, recorded_s=seconds[0], compiled_s=seconds[1]
+    )
+
+
+def main() -> None:
+    if data := sys.stdin.buffer.read():  # none from a runner that has ended
+        print(json.dumps(answer_of(pickle.loads(data))))
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,7 @@ def compile_all(compilations: Sequence[Compilation], num_workers: int) -> list[s
     missing = [each for each in compilations if not each.is_cached()]
     if not missing:
         return []
-    missing.sort(key=lambda each: -each.weight)
+    missing.sort(key=lambda each: -each.size)  # the pool ends soon after the last one begins
     jobs, answers = os.pipe(), os.pipe()
     os.write(jobs[1], b"".join(index.to_bytes(_INDEX_BYTES, "little") for index in range(len(missing))))
     os.close(jobs[1])

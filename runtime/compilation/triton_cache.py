@@ -47,10 +47,9 @@ class Compilation:
         return str(self.source.name)
 
     @property
-    def weight(self) -> int:
-        """Grows with the time that compilation takes: long sources with large tiles first."""
-        tiles = [n for n in self.source.constants.values() if isinstance(n, int)]
-        return len(self.source.fn.src) * (1 + sum(tiles))
+    def size(self) -> int:
+        """The length of the kernel's source. Longer ones take longer to compile."""
+        return len(self.source.fn.src)
 
     def compile(self) -> Any:
         """Compile the kernel into the cache, unless it is there. Returns Triton's compiled kernel."""
