@@ -21,7 +21,13 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.compilation.ahead import CompileAnswer, CompileJob
 from runtime.compilation.kernel_pool import compile_all
 from runtime.compilation.pretended_gpu import pretended_gpu
-from runtime.compilation.triton_cache import Compilation, cache_folder, recorded_launches
+from runtime.compilation.triton_cache import (
+    Compilation,
+    builds_launchers,
+    cache_folder,
+    has_libcuda,
+    recorded_launches,
+)
 from runtime.kernels.numerics import Numerics
 from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.runner import ModelRunner
@@ -73,7 +79,7 @@ def answer_of(job: CompileJob) -> CompileAnswer:
     cached = sum(kernel.is_cached() for kernel in kernels)
     compile_all(kernels, job.num_workers)
     failed = sum(not kernel.is_cached() for kernel in kernels)
-    if not failed:
+    if not failed and (has_libcuda() or not builds_launchers()):
         path = cache_folder() / job.list_name
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps([[kernel.key, kernel.name] for kernel in kernels]))

@@ -18,7 +18,6 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -87,8 +86,9 @@ class HelpedKernels:
             logger.warning("kernels: not compiled ahead (%s); launches compile them one by one", answer["error"])
             return
         logger.info(
-            "kernels: %d, %d from the cache; recorded in %.1f s, compiled in %.1f s by %d processes; waited %.1f s",
-            *(answer[name] for name in ("kernels", "cached", "recorded_s", "compiled_s")),
+            "kernels: %d recorded in %.1f s, %d from the cache, %d failed; compiled in %.1f s by %d processes; "
+            "waited %.1f s",
+            *(answer[name] for name in ("kernels", "recorded_s", "cached", "failed", "compiled_s")),
             self._workers,
             waited,
         )
@@ -118,10 +118,3 @@ def listed_kernels(job: CompileJob) -> list[str] | None:
         return [name for _, name in pairs] if all(is_cached(key, name) for key, name in pairs) else None
     except (ImportError, OSError, ValueError):
         return None
-
-
-def jobs_of(path: Path, config: EngineConfig, facts: GpuFacts, is_draft: bool = False) -> Sequence[CompileJob]:
-    """The jobs for a model's files: one a rank."""
-    source = SpecSource.at(path, without_side_effects(config.sized_for("cuda")))
-    ranks, cores = config.tensor_parallel_size, available_cores()
-    return [CompileJob(source, Shard(rank, ranks), is_draft, facts, cores) for rank in range(ranks)]

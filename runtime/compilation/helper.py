@@ -25,9 +25,11 @@ _MOST_S = 600.0  # a helper that takes longer is ended
 class KernelHelper:
     """One helper process, for one job."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Path | None = None) -> None:
+        """`cache` is the folder of Triton's cache; None for this process's own."""
         # It needs no GPU, and must not take memory of one.
         changed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        changed |= {} if cache is None else {"TRITON_CACHE_DIR": str(cache.absolute())}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changed
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command(MODULE), env=environment, stdin=pipe, stdout=pipe, stderr=pipe)

@@ -7,34 +7,26 @@ a file in the cache folder; the kernel releases it when its process ends, howeve
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
 
 from runtime.compilation.triton_cache import Compilation, cache_folder
-
-logger = logging.getLogger(__name__)
 
 _LOCKS = "callboard.lock"
 _INDEX_BYTES = 4
 _NICE = 10  # the process that reads the weights goes first
 
 
-def compile_all(compilations: Sequence[Compilation], num_workers: int) -> list[str]:
+def compile_all(kernels: Sequence[Compilation], num_workers: int) -> list[str]:
     """Compile the kernels that the cache lacks, and return the keys of those that this pool has compiled.
 
     A kernel that fails, or whose process dies, is left out: its launch compiles it, and reports its error."""
-    missing = [each for each in compilations if not each.is_cached()]
-    if not missing:
-        return []
-    missing.sort(key=lambda each: -each.size)  # the pool ends soon after the last one begins
+    kernels = sorted(kernels, key=lambda each: -each.size)  # the last ones take the shortest
     jobs, answers = os.pipe(), os.pipe()
-    os.write(jobs[1], b"".join(index.to_bytes(_INDEX_BYTES, "little") for index in range(len(missing))))
+    os.write(jobs[1], b"".join(index.to_bytes(_INDEX_BYTES, "little") for index in range(len(kernels))))
     os.close(jobs[1])
-    workers = [_fork(missing, jobs[0], answers) for _ in range(min(num_workers, len(missing)))]
+    workers = [_fork(kernels, jobs[0], answers) for _ in range(min(num_workers, len(kernels)))]
     os.close(jobs[0])
     os.close(answers[1])
     with os.fdopen(answers[0]) as lines:
@@ -44,24 +36,24 @@ def compile_all(compilations: Sequence[Compilation], num_workers: int) -> list[s
     return compiled
 
 
-def _fork(missing: Sequence[Compilation], jobs: int, answers: tuple[int, int]) -> int:
+def _fork(kernels: Sequence[Compilation], jobs: int, answers: tuple[int, int]) -> int:
     if (worker := os.fork()) != 0:
         return worker
     try:
         os.nice(_NICE)
         os.close(answers[0])
-        _work(missing, jobs, answers[1])
+        _work(kernels, jobs, answers[1])
     finally:
         os._exit(0)  # nothing of the parent's runs
 
 
-def _work(missing: Sequence[Compilation], jobs: int, answer: int) -> None:
+def _work(kernels: Sequence[Compilation], jobs: int, answer: int) -> None:
     """Compile jobs until there are none. Another pool's kernels come last, and are then in the cache."""
     busy: list[Compilation] = []
     cache_folder().mkdir(parents=True, exist_ok=True)
     with open(cache_folder() / _LOCKS, "ab") as locks:
         while index := os.read(jobs, _INDEX_BYTES):
-            compilation = missing[int.from_bytes(index, "little")]
+            compilation = kernels[int.from_bytes(index, "little")]
             if not _compile(compilation, locks.fileno(), answer, wait=False):
                 busy.append(compilation)
         for compilation in busy:
@@ -76,8 +68,9 @@ def _compile(compilation: Compilation, locks: int, answer: int, wait: bool) -> b
     except BlockingIOError:
         return False
     try:
-        if not compilation.is_cached():
-            compilation.compile()
+        was_cached = compilation.is_cached()
+        compilation.compile()
+        if not was_cached:
             os.write(answer, f"{compilation.key}\n".encode())
     except Exception:  # the launch reports it
         traceback.print_exc()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 _META, _CUDA, _CPU = torch.device("meta"), torch.device("cuda", 0), torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
+class GpuFacts(NamedTuple):
     """The facts about a GPU that choose kernels, and its free memory, which limits contexts."""
 
     name: str

@@ -8,6 +8,7 @@ source with all that it calls, and the variables of the environment that change 
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import triton
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -51,9 +53,11 @@ class Compilation:
         """The length of the kernel's source. Longer ones take longer to compile."""
         return len(self.source.fn.src)
 
-    def compile(self) -> Any:
-        """Compile the kernel into the cache, unless it is there. Returns Triton's compiled kernel."""
-        return triton.compile(self.source, target=self.target, options=self.options)
+    def compile(self) -> None:
+        """Compile the kernel into the cache, and the C code that launches it, unless they are there."""
+        kernel = triton.compile(self.source, target=self.target, options=self.options)
+        if builds_launchers() and has_libcuda():
+            nvidia.CudaLauncher(self.source, kernel.metadata)
 
     def is_cached(self) -> bool:
         """True if the cache has the result."""
@@ -69,6 +73,19 @@ def is_cached(key: str, name: str) -> bool:
     """True if Triton's cache has the kernel with this name and key."""
     file = f"{name[:150]}.json"  # as triton.compile names it
     return file in (get_cache_manager(key).get_group(file) or {})
+
+
+def builds_launchers() -> bool:
+    """True if this Triton compiles C code for each kernel's launches (up to 3.6)."""
+    return hasattr(nvidia, "make_launcher")
+
+
+def has_libcuda() -> bool:
+    """True if the driver's library is here, to which that code is linked."""
+    try:
+        return bool(nvidia.library_dirs())
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        return False
 
 
 class _Driver:
