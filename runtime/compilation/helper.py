@@ -61,10 +61,12 @@ class KernelHelper:
     def _communicate(self, job: bytes) -> None:
         try:
             out, errors = self._process.communicate(job, _MOST_S)
-            self._answer = json.loads(out.splitlines()[-1])
         except subprocess.TimeoutExpired:
             self.cancel()
             self._answer = {"error": f"it took longer than {_MOST_S:.0f} s"}
-        except (OSError, ValueError, IndexError):
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2] if self._process.returncode else ""
-            self._answer = {"error": last or f"it ended with code {self._process.returncode}"}
+            return
+        try:
+            self._answer = json.loads(out.splitlines()[-1])
+        except (ValueError, IndexError):
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            self._answer = {"error": f"the helper ended with code {self._process.returncode}: {last}"}

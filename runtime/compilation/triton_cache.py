@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,11 +53,14 @@ class Compilation:
         """The length of the kernel's source. Longer ones take longer to compile."""
         return len(self.source.fn.src)
 
-    def compile(self) -> None:
-        """Compile the kernel into the cache, and the C code that launches it, unless they are there."""
+    def compile(self) -> Any:
+        """Compile the kernel into the cache, and the C code that launches it, unless they are there.
+
+        Returns Triton's compiled kernel."""
         kernel = triton.compile(self.source, target=self.target, options=self.options)
         if builds_launchers() and has_libcuda():
             nvidia.CudaLauncher(self.source, kernel.metadata)
+        return kernel
 
     def is_cached(self) -> bool:
         """True if the cache has the result."""
@@ -105,15 +108,19 @@ class _Driver:
 
 
 @contextmanager
-def recorded_launches(capability: tuple[int, int]) -> Iterator[dict[str, Compilation]]:
+def recorded_launches(
+    capability: tuple[int, int], note: Callable[[Compilation], None] = lambda new: None
+) -> Iterator[dict[str, Compilation]]:
     """Record each launch in place of it. Yields the compilations by key, which grow as kernels are launched.
 
-    The process launches no kernels afterwards."""
+    `note` is called with each new one. The process launches no kernels afterwards."""
     found: dict[str, Compilation] = {}
 
     def record(source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
         compilation = Compilation(source, target, options)
-        found.setdefault(compilation.key, compilation)
+        if compilation.key not in found:
+            found[compilation.key] = compilation
+            note(compilation)
         return SimpleNamespace(hash=compilation.key)
 
     launch, compile_ = JITFunction.run, triton.compiler.compile
