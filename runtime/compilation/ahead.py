@@ -24,7 +24,6 @@ from typing import TypedDict
 
 import torch
 
-from runtime.base.config import EngineConfig
 from runtime.base.shard import Shard
 from runtime.compilation.helper import KernelHelper
 from runtime.compilation.pretended_gpu import GpuFacts

@@ -125,7 +125,7 @@ def _pretended(value: Any) -> Any:
 _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
     torch.Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
     torch.Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__: lambda tensor: _CUDA,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: lambda tensor: _CUDA,
     torch.Tensor.cpu: lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype),
     torch.Tensor.item: lambda tensor: 0,
     torch.Tensor.tolist: lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype).tolist(),

@@ -28,6 +28,7 @@ from runtime.base.arrays import Int32s
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model_info import ModelInfo
+from runtime.base.shard import Shard
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult

@@ -11,20 +11,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-import torch  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import torch
+from triton import knobs
+from triton.runtime.jit import JITFunction
 
-from benchmarks.library.models import spec_of  # noqa: E402
-from runtime.assembly.dry_run import recorded_kernels  # noqa: E402
-from runtime.base.config import EngineConfig  # noqa: E402
-from runtime.base.shard import Shard  # noqa: E402
-from runtime.compilation.ahead import CompileJob  # noqa: E402
-from runtime.compilation.fill import gpu_of  # noqa: E402
-from runtime.compilation.kernel_pool import compile_all  # noqa: E402
-from runtime.compilation.spec_source import SpecSource, without_side_effects  # noqa: E402
-from runtime.kernels import triton_language  # noqa: E402
-from runtime.kernels.norm import rms_norm  # noqa: E402
+from benchmarks.library.models import spec_of
+from runtime.assembly.dry_run import recorded_kernels
+from runtime.base.config import EngineConfig
+from runtime.base.shard import Shard
+from runtime.compilation.ahead import CompileJob
+from runtime.compilation.fill import gpu_of
+from runtime.compilation.kernel_pool import compile_all
+from runtime.compilation.spec_source import SpecSource, without_side_effects
+from runtime.kernels import triton_language
+from runtime.kernels.norm import rms_norm
 
 
 def main() -> None:
