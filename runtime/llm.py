@@ -140,12 +140,11 @@ class LLM:
 
         `on_phase` is called as each phase of this begins."""
         on_phase("importing PyTorch")
-        self.config = EngineConfig(model=model, **config)
-        helper = KernelHelper.early(self.config)  # before torch loads
         from runtime.assembly.draft import load_draft  # torch loads here, not with the module
         from runtime.assembly.runner import build_runner
         from runtime.worker.sources import CheckpointSource
 
+        self.config = EngineConfig(model=model, **config)
         if self.config.lora:
             raise CallboardError("lora names adapters for clients of a server; use load_adapter instead.")
         if self.config.tensor_parallel_size != 1:
@@ -157,7 +156,7 @@ class LLM:
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
         self._draft = load_draft(self.config) if self.config.has_draft_model else None  # less memory than is free
-        self.runner = build_runner(self.config, CheckpointSource(path), helper=helper)
+        self.runner = build_runner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
         self.engine = build_engine(self.config, self.runner.info, InProcess(self.runner), speculation)
         self._attach_draft()

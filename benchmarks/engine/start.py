@@ -1,7 +1,7 @@
 """Seconds until a model folder is a ready engine, from the first import to the last CUDA graph, as a table of phases.
 
 python -m benchmarks.library.make_random_model llama-3.2-3b /tmp/llama-3.2-3b
-python -m benchmarks.engine.start --folder /tmp/llama-3.2-3b   # a start with an empty cache of kernels, and a second one
+python -m benchmarks.engine.start --folder /tmp/llama-3.2-3b   # cold, then warm
 """
 
 import time
@@ -20,7 +20,7 @@ from pathlib import Path  # noqa: E402
 from runtime.base.config import EngineConfig  # noqa: E402
 from runtime.compilation.helper import KernelHelper  # noqa: E402
 
-Phases = dict[str, tuple[float, str]]  # first word of a line of the log -> its seconds, and the line
+Phases = dict[str, tuple[float, str]]  # log line's first word -> seconds, line
 
 
 class _Lines(logging.Handler):
@@ -72,9 +72,8 @@ def main() -> None:
     print("| ends at, cold, s | second start, s | phase of the cold start |\n| ---: | ---: | --- |")
     cold, warm = found
     for name, (seconds, text) in sorted(cold.items(), key=lambda phase: phase[1][0]):
-        print(
-            f"| {seconds:.1f} | {warm[name][0]:.1f} | {text} |" if name in warm else f"| {seconds:.1f} | - | {text} |"
-        )
+        again = f"{warm[name][0]:.1f}" if name in warm else "-"
+        print(f"| {seconds:.1f} | {again} | {text} |")
     for name in ("kernels", "weights", "memory", "CUDA graphs"):
         print(f"second start: {warm[name][1]}" if name in warm else f"second start: no line of {name}")
 

@@ -47,7 +47,7 @@ class _NoMemory:
 
 
 class _GroupAlone(RankGroup):
-    """A group whose other ranks are not there. Its operations launch their kernels."""
+    """A group of one process. Its operations launch the kernels for all ranks."""
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> None:
         super().__init__(config, spec, numerics, _NoMemory())

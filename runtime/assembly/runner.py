@@ -28,7 +28,7 @@ def build_runner(
     source: ModelSource,
     shard: Shard | None = None,
     is_draft: bool = False,
-    helper: KernelHelper | None = None,  # compiles kernels; None: a GPU's runner starts one
+    helper: KernelHelper | None = None,  # compiles kernels; a runner on a GPU starts one if this is None
 ) -> ModelRunner:
     """A runner with all extras. See ModelRunner for the arguments and the errors."""
     return ModelRunner(config, source, shard, is_draft, runner_extras(config, is_draft, helper))

@@ -7,8 +7,8 @@ A dry run is the runner's whole start on a pretended GPU (runtime/assembly/dry_r
 with the types, constants and options of the launch. So Triton's cache folder has the kernels under the keys of the
 launches.
 
-A finished list of a model's kernels lies in the cache folder, too. A later start with the same model, settings, GPU,
-versions and sources needs no dry run, if the cache still has all kernels of the list.
+The list of a model's kernels lies in the cache folder, too. Its name is a hash of model, settings, GPU, versions and
+sources. A start that finds the list, and all its kernels in the cache, starts no dry run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CompileAnswer(TypedDict):
     """A helper's answer."""
 
     kernels: int
-    cached: int  # those that the cache had
+    cached: int  # found in the cache
     failed: int
     recorded_s: float  # seconds of the dry run
     compiled_s: float

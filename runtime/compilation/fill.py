@@ -36,7 +36,7 @@ def gpu_of(target: str) -> GpuFacts:
 
 
 def fill_cache(config: EngineConfig, targets: Sequence[str], cache: Path | None, report: Callable[[str], None]) -> None:
-    """Compile the kernels of a model, and of its draft model, for each target and rank. Its weights are not fetched.
+    """Compile the kernels that a model and its draft model launch, for each target and rank. No weights are fetched.
 
     Raises CallboardError if a model is not found, or a kernel fails."""
     gpus = {target: gpu_of(target) for target in targets}
@@ -54,5 +54,5 @@ def fill_cache(config: EngineConfig, targets: Sequence[str], cache: Path | None,
                 if "error" in answer or answer["failed"]:
                     error = answer.get("error") or f"{answer['failed']} kernels were not compiled"
                     raise CallboardError(f"{name}: {error}; correct the settings, or look for memory that is missing.")
-                report(f"{name}: {answer['kernels']} kernels, {answer['cached']} were in the cache, "
-                       f"{answer['recorded_s']:.1f} s to record and {answer['compiled_s']:.1f} s to compile")  # fmt: skip
+                seconds = f"recorded in {answer['recorded_s']:.1f} s, compiled in {answer['compiled_s']:.1f} s"
+                report(f"{name}: {answer['kernels']} kernels, {answer['cached']} were in the cache; {seconds}")

@@ -27,7 +27,7 @@ class KernelHelper:
 
     def __init__(self, cache: Path | None = None) -> None:
         """`cache` is the folder of Triton's cache; None for this process's own."""
-        # It needs no GPU, and must not take memory of one.
+        # It leaves the GPU alone.
         changed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         changed |= {} if cache is None else {"TRITON_CACHE_DIR": str(cache.absolute())}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changed

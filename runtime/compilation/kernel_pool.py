@@ -19,9 +19,9 @@ _NICE = 10  # the process that reads the weights goes first
 
 
 def compile_all(kernels: Sequence[Compilation], num_workers: int) -> list[str]:
-    """Compile the kernels that the cache lacks, and return the keys of those that this pool has compiled.
+    """Compile the kernels that the cache lacks. Returns the keys that this pool has compiled.
 
-    A kernel that fails, or whose process dies, is left out: its launch compiles it, and reports its error."""
+    A kernel is left out if it fails or its process dies. Its launch then compiles it, and reports the error."""
     kernels = sorted(kernels, key=lambda each: -each.size)  # the last ones take the shortest
     jobs, answers = os.pipe(), os.pipe()
     os.write(jobs[1], b"".join(index.to_bytes(_INDEX_BYTES, "little") for index in range(len(kernels))))

@@ -1,6 +1,6 @@
 """PretendedGpu: a process computes as if on a GPU, without one. Its tensors have shapes and types, and no data.
 
-A tensor of the device `cuda` is one of torch's `meta` tensors, which says that it is on the GPU. Copies to the host
+A tensor on the device `cuda` is a `meta` tensor, and its attributes name the GPU. Copies to the host
 leave the host's memory as it is. Graphs are not captured; their steps run. Kernels are launched by Triton, which
 `recorded_launches` stops before the launch. A process that has pretended is not used for anything else.
 """
@@ -95,7 +95,7 @@ class _Capture:
 
 
 class _MetaForCuda(TorchFunctionMode):
-    """Replaces the device `cuda` by `meta` in all calls of torch, and `meta` by `cuda` in what tensors say."""
+    """Replaces the device `cuda` by `meta` in all calls of torch, and `meta` by `cuda` in attributes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ class _MetaForCuda(TorchFunctionMode):
         if options.get("pin_memory"):
             options["pin_memory"] = False
         if options.pop("generator", None) is not None:
-            options["device"] = _META  # random weights have no values, either
+            options["device"] = _META  # random weights lack values, too
         if (product := _PRODUCTS.get(func)) is not None and args[0].device == _META:
             return product(*args, **options)
         return func(*map(_pretended, args), **options)

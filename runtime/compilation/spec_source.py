@@ -1,8 +1,8 @@
-"""SpecSource: a model's description without its weights. A dry run makes tensors of its shapes, once a kind of layer."""
+"""SpecSource: a model's description without its weights. Tensors have shapes alone, and equal layers are built once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from runtime.worker.sources import CheckpointSource, DummySource, ModelSource
 class SpecSource(DummySource):
     """What chooses a model's kernels."""
 
-    config: EngineConfig = EngineConfig()
+    config: EngineConfig = field(default_factory=EngineConfig)
     pooled: Pooling | None = None
     has_kv_scales: bool = False
 
@@ -55,7 +55,7 @@ class SpecSource(DummySource):
 
     @classmethod
     def at(cls, path: Path, config: EngineConfig) -> SpecSource:
-        """The description of a model's files, or of a folder that has only its config.json."""
+        """Describe a model's files, or a folder with a config.json alone."""
         if path.is_file() or any(path.glob("*.safetensors")):
             return cls.of(CheckpointSource(path), config)
         config_json = model_config(path)

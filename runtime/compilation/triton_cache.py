@@ -1,8 +1,8 @@
-"""The launches of Triton kernels as compilations, and Triton's cache of them. All use of Triton's private names.
+"""Compilations of Triton kernels as their launches request them, and Triton's cache. Private names of Triton are here.
 
 A compilation has what a launch gives to Triton's compiler: source, types, constants and options. So its key in the
-cache folder is that of the launch. Triton's key holds its own version, the target, the compiler `ptxas`, the kernel's
-source with all that it calls, and the variables of the environment that change code.
+cache folder is that of the launch. Triton's key hashes its own version, the target, and the compiler `ptxas`. It also
+hashes the kernel's source with all called functions, and variables of the environment that change code.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cache_folder() -> Path:
 
 def is_cached(key: str, name: str) -> bool:
     """True if Triton's cache has the kernel with this name and key."""
-    file = f"{name[:150]}.json"  # as triton.compile names it
+    file = f"{name[:150]}.json"  # triton.compile's name for it
     return file in (get_cache_manager(key).get_group(file) or {})
 
 

@@ -302,7 +302,7 @@ class KernelsAhead(Protocol):
     """Kernels that other processes compile while a runner reads its weights."""
 
     def wait(self) -> None:
-        """Wait until all are compiled, or have failed. Never raises: a launch compiles what is missing."""
+        """Wait until all are compiled, or have failed. Never raises, because a launch compiles a missing kernel."""
 
 
 class KernelParts(NamedTuple):

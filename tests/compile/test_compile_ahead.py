@@ -1,4 +1,4 @@
-"""The kernels of a start are found without a GPU, and compiled under the keys of their launches."""
+"""A start's kernels are found without a GPU, and compiled under the keys that their launches have."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from runtime.compilation.spec_source import SpecSource
 from serve_app import cli
 
 ROOT = Path(__file__).parents[2]
-# A dense model's kernels before the first request: of steps in graphs, of prompts, of sampling and of grammars.
+# Kernels of a dense model before the first request: graphs, prompts, sampling and grammars.
 DENSE = {
     "_advance_states_kernel", "_apply_bitmask_kernel", "_best_of_row_kernel", "_best_of_tile_kernel",
     "_build_inputs_kernel", "_decode_attention_kernel", "_gated_activation_kernel", "_mask_states_kernel",

@@ -71,7 +71,7 @@ def test_two_pools_compile_each_kernel_once(folder):
         compile_all(own, 3)
         os._exit(0)
     compile_all(own, 3)
-    assert all(kernel.is_cached() for kernel in own)  # also those of the other pool
+    assert all(kernel.is_cached() for kernel in own)  # the other pool's, too
     os.waitpid(other, 0)
     assert begun(folder) == Counter(kernel.name for kernel in own)
 
