@@ -74,8 +74,7 @@ def main() -> None:
     for name, (seconds, text) in sorted(cold.items(), key=lambda phase: phase[1][0]):
         again = f"{warm[name][0]:.1f}" if name in warm else "-"
         print(f"| {seconds:.1f} | {again} | {text} |")
-    for name in ("kernels", "weights", "memory", "CUDA graphs"):
-        print(f"second start: {warm[name][1]}" if name in warm else f"second start: no line of {name}")
+    print("second start:", *(text for _, text in warm.values()), sep="\n    ")
 
 
 if __name__ == "__main__":

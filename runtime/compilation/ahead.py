@@ -94,7 +94,17 @@ class HelpedKernels:
 
 
 def kernels_ahead(parts: KernelParts, helper: KernelHelper | None) -> HelpedKernels | None:
-    """Begin to compile a runner's kernels; None if the cache has them, or Triton's private names have changed."""
+    """Begin to compile a runner's kernels. Returns None if the cache has them, or if that fails: a start goes on."""
+    try:
+        return _begin(parts, helper)
+    except Exception as e:
+        logger.warning("kernels: not compiled ahead (%s); launches compile them one by one", e)
+        if helper is not None:
+            helper.cancel()
+        return None
+
+
+def _begin(parts: KernelParts, helper: KernelHelper | None) -> HelpedKernels | None:
     start = time.perf_counter()
     cores = max(1, available_cores() // parts.shard.size)
     source = SpecSource.of(parts.source, without_side_effects(parts.config))

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from runtime.base.config import EngineConfig
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
 from runtime.compilation import helper
-from runtime.compilation.ahead import CompileJob, HelpedKernels, listed_kernels
+from runtime.compilation.ahead import CompileJob, HelpedKernels, kernels_ahead, listed_kernels
 from runtime.compilation.fill import gpu_of
 from runtime.compilation.helper import KernelHelper
 from runtime.compilation.spec_source import SpecSource
+from runtime.models import load_spec
+from runtime.worker.extras import KernelParts
 from serve_app import cli
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +87,19 @@ def test_start_survives_a_broken_helper(fault, monkeypatch, caplog):
         own._process.kill()
     with caplog.at_level(logging.WARNING):
         HelpedKernels(own, job()).wait()
+    assert "not compiled ahead" in caplog.text
+
+
+def test_every_family_can_be_sent_to_a_helper():
+    for config in CONFIGS.values():
+        spec, weight_map = load_spec(config)
+        own = replace(job(), source=SpecSource(spec, weight_map=weight_map))
+        assert pickle.loads(pickle.dumps(own)) == own
+
+
+def test_start_survives_what_a_helper_cannot_get(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert kernels_ahead(KernelParts(EngineConfig(), None, None, Shard(), False), None) is None  # type: ignore[arg-type]
     assert "not compiled ahead" in caplog.text
 
 
