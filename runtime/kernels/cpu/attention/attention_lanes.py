@@ -113,20 +113,20 @@ class Lanes:
                     store_part(out, first, row.load(first, LANES) * factor, count)
 
     def _positions(self, base: Value, lane: Value) -> tuple[Value, Value]:
-        """The first and the last position in the chunk that each token sees, for a register's lanes."""
+        """The position below the first one that each token sees, and the last one, for a register's lanes."""
         own = lane_numbers(self.width) + (self.tile.position - base + lane).to(i32)
-        first, last = own - max(0, self.bounds.window - 1), own
+        below, last = own - self.bounds.window, own
         if self.bounds.first_key:
-            least = (self.bounds.first_key - base).to(i32).repeat(self.width)
-            first = maximum(first, least) if self.bounds.window else least
+            least = (self.bounds.first_key - 1 - base).to(i32).repeat(self.width)
+            below = maximum(below, least) if self.bounds.window else least
         if self._last_visible is not None:
             last = self._last_visible.load(lane, self.width) - base.to(i32).repeat(self.width)
-        return first, last
+        return below, last
 
     def _sees(self, at: Value, tokens: tuple[Value, Value]) -> Value:
         """The tokens that see a position of the chunk."""
-        key, (first, last) = at.to(i32).repeat(self.width), tokens
-        return (key <= last) & (key >= first) if self.bounds.hide else key <= last
+        key, (below, last) = at.to(i32).repeat(self.width), tokens
+        return (key <= last) & (key > below) if self.bounds.hide else key <= last
 
     def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Scores for a chunk's position groups that tokens see."""
