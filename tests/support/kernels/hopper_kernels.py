@@ -109,6 +109,7 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("glm-4.7-flash", {}, torch.bfloat16, False, (64,)),
     ("deepseek-v2-lite", {}, torch.bfloat16, True, (64,)),
     ("deepseek-v3", {}, torch.bfloat16, False, (1,)),
+    *((model, {"first_key": 1}, torch.bfloat16, False, (64,)) for model in ("llama-3.1-8b", "glm-4.7-flash")),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 256)),
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass. Models with one size of decode
