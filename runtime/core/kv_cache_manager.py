@@ -136,13 +136,10 @@ class KVCacheManager:
 
     def num_missing(self, state: RequestState, num_tokens: int) -> int:
         """Return the blocks that a request lacks for `num_tokens` tokens."""
-        return self._num_groups * self._missing_entries(state, num_tokens)
-
-    def _missing_entries(self, state: RequestState, num_tokens: int) -> int:
         if num_tokens <= state.capacity:
             return 0
         size = min(self.blocks_for(num_tokens + self._num_ahead), self._table_len)
-        return max(0, size - len(state.tables[0]))
+        return self._num_groups * (size - len(state.tables[0]))
 
     def _capacity(self, size: int) -> int:
         """Tokens of rows for which a table of `size` entries has blocks."""
@@ -190,8 +187,7 @@ class KVCacheManager:
 
     def extend(self, state: RequestState, num_tokens: int) -> None:
         """Give a request blocks for `num_tokens` tokens in all, which must be available."""
-        count = self._missing_entries(state, num_tokens)
-        if count == 0:
+        if not (count := self.num_missing(state, num_tokens) // self._num_groups):
             return
         for group, table in enumerate(state.tables):
             blocks = self.pool.allocate(count)

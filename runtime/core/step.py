@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -147,11 +146,6 @@ class Step:
         self._draft_lens += [0] * (len(self.rows) - 1 - len(self._draft_lens))
         self._draft_lens.append(len(token_ids))
         self._draft_token_ids.extend(token_ids)
-
-    def name_drafts(self, token_ids: Int32s) -> None:
-        """Put the draft tokens that a result names in place of DEVICE_DRAFT."""
-        rest = iter(token_ids.tolist())
-        self.sampled_rows = [(row[0], row[1], list(islice(rest, len(row[2])))) for row in self.sampled_rows]
 
     def finish(self, freed: list[int], writes: Int32s) -> None:
         """Make the plan, with the slots that were freed and the block tables that changed since the last one."""

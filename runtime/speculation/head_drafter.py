@@ -8,6 +8,8 @@ The samples of step n leave before its head runs. So the engine plans step n+1 w
 
 from __future__ import annotations
 
+from itertools import islice
+
 from runtime.base.model_info import HeadInfo
 from runtime.core.plan import DEVICE_DRAFT, StepResult
 from runtime.core.request_state import RequestState
@@ -30,7 +32,8 @@ class HeadDrafter(Drafter):
 
     def on_result(self, step: Step, result: StepResult) -> None:
         if len(result.draft_token_ids):
-            step.name_drafts(result.draft_token_ids)
+            named = iter(result.draft_token_ids.tolist())
+            step.sampled_rows = [(state, epoch, list(islice(named, len(d)))) for state, epoch, d in step.sampled_rows]
         for state, epoch, _ in step.sampled_rows:
             if state.epoch == epoch:
                 self._ready[state] = epoch, step.next_drafts

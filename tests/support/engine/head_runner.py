@@ -1,7 +1,7 @@
 """A fake runner with a head, which checks every entry that the head reads.
 
-The entry of a position is a hash of the token there and the hash one position earlier. Tables keep the entries of their
-slot's last request, as a device's do, so that a write behind a request's blocks may hit another's."""
+The entry of a position is a hash of the token there and the hash one position earlier. A device's tables keep what
+their slot's last request has left. So the head must find a block, or the null block, behind a request's last one."""
 
 import numpy as np
 
@@ -20,15 +20,12 @@ class HeadRunner(FakeRunner):
         self.entries = np.zeros_like(self.memory)
         self.max_len, self.most = info.max_model_len, info.head.most_drafts
         self.drafts: dict[int, list[int]] = {}
-        self.stale: dict[int, dict[int, int]] = {}
         self.rng = np.random.default_rng(0)
         self.num_checked = self.num_named = 0
 
     def _change_slots(self, plan):
-        self.stale |= {slot: self.tables[slot] for slot in plan.freed.tolist()}
         super()._change_slots(plan)
         for new in plan.new:
-            self.tables[new.slot] = self.stale.get(new.slot, {}) | self.tables[new.slot]
             self.drafts.pop(new.slot, None)
 
     def begin(self, plan):
@@ -66,7 +63,7 @@ class HeadRunner(FakeRunner):
             first = start + 1 - (slot in self.fresh and start > 0)
             for position in range(first, min(start + count + 1, self.max_len)):
                 if position in tokens:
-                    self._store(slot, position, must=True)
+                    self._store(slot, position)
             self.drafts.pop(slot, None)
             if samples and min(samples[: num_accepted + 1]) >= 0:
                 last = start + count - num_samples + 1 + num_accepted
@@ -74,11 +71,10 @@ class HeadRunner(FakeRunner):
                 self._draft(slot, last, plan.next_drafts)
         return result
 
-    def _store(self, slot, position, must=False):
-        block = self.tables[slot].get(position // self.size, 0)
-        assert block or not must, "a request has a block for the position behind its row"
-        if block:
-            self.entries[block, position % self.size] = self._entry(slot, position)
+    def _store(self, slot, position):
+        block = self.tables[slot][position // self.size]
+        assert block, "a request has a block for the position behind its row"
+        self.entries[block, position % self.size] = self._entry(slot, position)
 
     def _entry(self, slot, position):
         before = self.memory[self.tables[slot][(position - 1) // self.size], (position - 1) % self.size]
@@ -95,7 +91,7 @@ class HeadRunner(FakeRunner):
         state = int(self.memory[self.tables[slot][(last - 1) // self.size], (last - 1) % self.size])
         state, drafts = mix(state, self.tokens[slot][last]), []
         for i in range(count):
-            if i and (block := self.tables[slot].get((last + i) // self.size, 0)) and last + i < self.max_len:
+            if i and last + i < self.max_len and (block := self.tables[slot][(last + i) // self.size]):
                 self.entries[block, (last + i) % self.size] = -1  # what a draft token leaves behind
             right, missing = self.rng.random() < self.share_right, self.rng.random() < 0.05
             drafts.append(-1 if missing else sample(state) if right else int(self.rng.integers(VOCAB)))
