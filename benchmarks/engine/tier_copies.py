@@ -40,7 +40,7 @@ from runtime.worker.memory import planned_cache, tier_slot_bytes
 from runtime.worker.runner import choose_numerics
 
 _GIB, _STAGING_BYTES = 1 << 30, 128 << 20
-_FIRST_SEED, _STEP_SEED = 1000, 2000  # seeds of other keys than those of `figures`
+_FIRST_SEED, _STEP_SEED = 1000, 2000  # seeds that `figures` does not use
 
 
 class Copied:

@@ -80,7 +80,7 @@ class _Job:
 
 
 class _Lane:
-    """A stream with staging memory, a thread for what is not pinned, and its copies in flight."""
+    """A stream with staging memory, a thread for unpinned slots, and its copies in flight."""
 
     def __init__(self, device: torch.device, num_slots: int, slot_words: int, bounces: bool) -> None:
         """With `bounces` it can copy slots that are not pinned."""
@@ -321,7 +321,7 @@ class GpuCopier(TierCopier):
 def _copy_share(
     payload: NDArray[np.int64], size: int, is_store: bool, share: tuple[NDArray[np.int64], NDArray[np.int64]]
 ) -> None:
-    """Copy slots to rows of the bounce, or with `is_store` back, in one call of numpy without Python's lock."""
+    """Copy slots to the bounce's rows, or with `is_store` back. Numpy copies them all without Python's lock."""
     slots, rows = share
     if is_store:
         payload[:, :size][slots] = rows[:, :size]

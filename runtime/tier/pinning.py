@@ -1,8 +1,8 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-All of it begins when the runner is ready, since it would slow down the start: threads that populate memory hold up the
-reading of weights, and the driver's lock holds up the capture of graphs. Two threads populate memory without that lock,
-and a third one pins it. All three pause while copies pass through a bounce: these need the lock and the memory's speed.
+It begins when the runner is ready, because it would slow down the start. Populating memory delays reads of weights, and
+the driver's lock delays the capture of graphs. Two threads populate memory without that lock, and a third one pins it.
+All three pause while copies pass through a bounce: these need the lock and the memory's speed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.shift = 0  # from a host address to the device's
+        self.shift = 0  # device addresses less host addresses
         self.unpinned: list[int] = []
 
     def call(self, name: str, *arguments) -> None:

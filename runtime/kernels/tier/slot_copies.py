@@ -1,7 +1,7 @@
 """Copies between slots and host memory at any addresses, all in one kernel.
 
-A call of the copy engine takes the host several microseconds, which hundreds of small slots add up to milliseconds. Few
-programs copy, so that other kernels keep most multiprocessors. Each has enough words in flight for the bus."""
+The copy engine costs the host several microseconds a slot, and a step may copy hundreds of small ones. Few programs
+copy, so that other kernels keep most multiprocessors. Each has enough words in flight for the bus."""
 
 from __future__ import annotations
 
