@@ -1,7 +1,7 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-It begins when the runner is ready, because it would slow down the start. Populating memory delays reads of weights, and
-the driver's lock delays the capture of graphs. Two threads populate memory without that lock, and a third one pins it.
+It begins when the runner is ready, because it would slow down the start. Populating memory delays weights, and
+the driver's lock delays captures of graphs. Two threads populate memory without that lock, and a third one pins it.
 All three pause while copies pass through a bounce: these need the lock and the memory's speed.
 """
 
