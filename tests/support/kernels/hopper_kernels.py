@@ -62,6 +62,7 @@ from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.step.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.kernels.tier.block_runs import BlockRuns, gather_runs_triton, scatter_runs_triton  # noqa: E402
+from runtime.kernels.tier.slot_copies import copy_slots_triton  # noqa: E402
 from runtime.kernels.tier.slot_sums import slot_sums_triton  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402
@@ -108,6 +109,7 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("glm-4.7-flash", {}, torch.bfloat16, False, (64,)),
     ("deepseek-v2-lite", {}, torch.bfloat16, True, (64,)),
     ("deepseek-v3", {}, torch.bfloat16, False, (1,)),
+    *((model, {"first_key": 1}, torch.bfloat16, False, (64,)) for model in ("llama-3.1-8b", "glm-4.7-flash")),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 256)),
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass. Models with one size of decode
@@ -313,6 +315,8 @@ def tier_copies() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} to slots", partial(gather_runs_triton, runs, starts, slots, 0)
         yield f"{name} from slots", partial(scatter_runs_triton, runs, starts, slots, 0, fits)
     yield "sums of slots", partial(slot_sums_triton, slots, 1 << 18)
+    for to_host in (True, False):
+        yield f"small slots, to host {to_host}", partial(copy_slots_triton, slots, starts, 40960, to_host)
 
 
 def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
