@@ -38,23 +38,24 @@ def checkpoint_model(config: Mapping[str, Any], source: TensorSource) -> tuple[D
     spec, weight_map = load_spec(config, names)
     if not spec.tied_head:
         return spec, weight_map
-    embed, head = (_stored_name(weight_map, weight_map.names[part], source) for part in ("embed", "head"))
+    embed, head = (stored_name(weight_map, weight_map.names[part], source) for part in ("embed", "head"))
     if embed not in source and head in source:
         return spec, replace(weight_map, names={**weight_map.names, "embed": weight_map.names["head"]})
     stem = head.removesuffix("weight")
     own = {name for name in names if name.startswith(stem)} - {f"{stem}bias"}
-    if not own or (own == {head} and embed in source and _are_equal(source, embed, head)):
+    if not own or (own == {head} and embed in source and are_equal(source, embed, head)):
         return spec, weight_map
     logger.warning("%s differs from the embedding and is used, although the config has tie_word_embeddings.", head)
     return load_spec(config, names, tied=False)
 
 
-def _stored_name(weight_map: WeightMap, name: str, source: TensorSource) -> str:
+def stored_name(weight_map: WeightMap, name: str, source: TensorSource) -> str:
+    """A tensor's name with `WeightMap.base`, if the checkpoint has it so."""
     stem, longer = name.removesuffix("weight"), weight_map.base + name
     return longer if longer in source or any(n.startswith(weight_map.base + stem) for n in source.names()) else name
 
 
-def _are_equal(source: TensorSource, first: str, second: str) -> bool:
+def are_equal(source: TensorSource, first: str, second: str) -> bool:
     """Compare two matrices, some rows at a time."""
     if (shape := source.shape(first)) != source.shape(second):
         return False
