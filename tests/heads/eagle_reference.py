@@ -14,7 +14,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def layer_tensors(prefix: str, inputs: int, **options: Any) -> dict[str, tuple[int, ...]]:
+def layer_tensors(before: str, inputs: int, **options: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of one layer's tensors. Options are biases and by_head."""
     rows = {"q": HEADS * DIM, "k": KV * DIM, "v": KV * DIM}
     shapes = {f"self_attn.{part}_proj.weight": (size, inputs) for part, size in rows.items()}
@@ -25,7 +25,7 @@ def layer_tensors(prefix: str, inputs: int, **options: Any) -> dict[str, tuple[i
         shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in {**rows, "o": HIDDEN}.items()}
     if options.get("by_head"):
         shapes |= {f"self_attn.{part}_norm.weight": (DIM,) for part in "qk"}
-    return {prefix + name: shape for name, shape in shapes.items()}
+    return {before + name: shape for name, shape in shapes.items()}
 
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> Tensors:
