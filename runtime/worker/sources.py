@@ -14,9 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime.base.config import EngineConfig
+from runtime.base.config import HEAD, MTP, EngineConfig
 from runtime.base.images import Image, ImageInfo
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.pooling import Pooling
 from runtime.base.model.sharding import Part
 from runtime.base.model.tower_spec import TowerSpec
@@ -32,6 +33,9 @@ from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
+from runtime.models.heads.build import DrawnHead
+from runtime.models.heads.find import checkpoint_head, folder_head
+from runtime.models.heads.head import DraftHead
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.towers.specs import tower_spec
 from runtime.models.towers.tower import draw_tower, load_tower
@@ -84,8 +88,27 @@ class ModelSource(Protocol):
     def kv_scales(self) -> torch.Tensor | None:
         """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None if all are 1."""
 
+    def head(self, draft: str | None) -> HeadSource | None:
+        """The head that the setting `draft` names; None if it names none.
+
+        Raises CallboardError for a head that the model cannot have."""
+
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """A function that reads the tokens for grammars, which takes a while; None if the model serves no grammars."""
+
+
+class HeadSource(Protocol):
+    """A head that drafts within its target's steps. It describes itself before its weights are read."""
+
+    @property
+    def spec(self) -> HeadSpec: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies these weights, on any machine."""
+
+    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
+        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
 
 
 class Tower(Protocol):
@@ -193,6 +216,12 @@ class CheckpointSource:
     def kv_scales(self) -> torch.Tensor | None:
         return read_kv_scales(self.checkpoint, self.spec)
 
+    def head(self, draft: str | None) -> HeadSource | None:
+        if draft == MTP:
+            config, tensors = self.checkpoint.config, self._tensors
+            return checkpoint_head(config, tensors, self.fingerprint, self.spec, self.weight_map)
+        return folder_head(Path(draft.removeprefix(HEAD)), self.spec) if draft and draft.startswith(HEAD) else None
+
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
 
@@ -209,6 +238,7 @@ class DummySource:
     weight_map: WeightMap = phi.WEIGHT_MAP  # names for fused maps and for Llama's maps
     tower: TowerSpec | None = None
     image_token_id: int = 1
+    draft_head: HeadSpec | None = None  # what draft=mtp names
 
     @property
     def fingerprint(self) -> str:
@@ -233,6 +263,9 @@ class DummySource:
 
     def kv_scales(self) -> None:
         return None
+
+    def head(self, draft: str | None) -> HeadSource | None:
+        return None if self.draft_head is None or draft != MTP else DrawnHead(self.draft_head, self.seed)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         vocabulary = self.vocabulary
