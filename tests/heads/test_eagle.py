@@ -19,7 +19,7 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.head_folders import is_head_folder
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.forward_batch import ForwardBatch, GroupRows
-from runtime.models.heads.eagle_files import EagleFiles, eagle_files
+from runtime.models.heads.eagle_files import EagleFiles, folder_head
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from tests.heads.eagle_reference import CONFIG, DRAFT, HIDDEN, VOCAB, Reference, Tensors, drawn, layer_tensors
@@ -85,7 +85,7 @@ def save(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
 def read(folder: Path, **options: Any) -> EagleFiles:
     """The head in a folder, for the target."""
     checkpoint = open_checkpoint(folder)
-    return eagle_files(checkpoint.config, checkpoint, checkpoint.fingerprint, TARGET, **options)
+    return folder_head(checkpoint.config, checkpoint, checkpoint.fingerprint, TARGET, **options)
 
 
 class Drafting:
@@ -190,7 +190,7 @@ def test_ids_are_layers_outputs_or_inputs(tmp_path):
 
 
 def test_an_equal_embedding_is_the_targets(tmp_path):
-    tensors, _, _ = head_folder(tmp_path, own_embedding=True)
+    head_folder(tmp_path, own_embedding=True)
     own = open_checkpoint(tmp_path)
     assert not read(tmp_path, embedding=(own, "embed_tokens.weight")).spec.own_embedding
     assert read(tmp_path).spec.own_embedding
@@ -239,7 +239,7 @@ def test_a_missing_parameter_is_refused(tmp_path):
     tensors, config, prefix = head_folder(tmp_path)
     del tensors[f"{prefix}mlp.up_proj.weight"]
     save(tmp_path, tensors, config)
-    with pytest.raises(CallboardError, match="mlp.up_proj.weight"):
+    with pytest.raises(CallboardError, match=r"mlp\.up_proj\.weight"):
         Drafting(read(tmp_path), "torch")
 
 

@@ -62,7 +62,7 @@ class EagleFiles:
         return EagleHead(spec, target, read, num_positions, self.ids)
 
 
-def eagle_files(
+def folder_head(
     config: Mapping[str, Any],
     tensors: TensorSource,
     fingerprint: str,
@@ -321,13 +321,10 @@ def _weight_map(spec: HeadSpec, stored: _Stored) -> WeightMap:
         for part, name in llama.WEIGHT_MAP.names.items()
         if "layers.{}." in name
     }
-    norms = {
-        "q_norm": "self_attn.q_norm.weight",
-        "k_norm": "self_attn.k_norm.weight",
-        "hidden_norm": "hidden_norm.weight",
-    }
+    norms = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
     names |= {part: stored.layer + name for part, name in norms.items()}
-    names["embed_norm"] = names["attn_norm"]
+    first = stored.layer.format(0)
+    names |= {"embed_norm": f"{first}input_layernorm.weight", "hidden_norm": f"{first}hidden_norm.weight"}
     old = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
     for i in range(len(spec.taps)):
         name = f"fc_norm.{i}.weight"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.head_spec import HeadSpec
 from runtime.base.types import CallboardError
-from runtime.loading.checkpoint import open_checkpoint
 from runtime.models.decoder import Decoder
 from runtime.models.heads.build import build_head
-from runtime.models.heads.eagle_files import EagleFiles, eagle_files
 from runtime.models.heads.head import DraftHead
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import locate_parameters, reader
@@ -80,13 +77,3 @@ def checkpoint_head(
 ) -> CheckpointHead:
     """The head that a target's checkpoint brings. Raises CallboardError, with a name, if it has none that runs."""
     raise CallboardError("draft is mtp, which this build cannot load yet.")
-
-
-def folder_head(path: Path, target: DecoderSpec, embedding: tuple[TensorSource, str] | None = None) -> EagleFiles:
-    """The head in a folder of its own, such as EAGLE-3. `embedding` is the target's, to compare with the head's copy.
-
-    Raises CallboardError, with a name, if it does not fit."""
-    if not path.is_dir():
-        raise CallboardError(f"{path} is not a folder; a head needs one with config.json and safetensors files.")
-    checkpoint = open_checkpoint(path)
-    return eagle_files(checkpoint.config, checkpoint, checkpoint.fingerprint, target, embedding)
