@@ -1,6 +1,7 @@
 """EAGLE heads from their folders, against a plain reference; and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.library.models import eagle3_head, spec_of
 from runtime.base.config import EngineConfig
 from runtime.base.shard import Shard
 from runtime.base.types import CallboardError
@@ -19,6 +21,7 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.head_folders import is_head_folder
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.forward_batch import ForwardBatch, GroupRows
+from runtime.models.heads.build import DrawnHead
 from runtime.models.heads.eagle_files import EagleFiles, folder_head
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
@@ -91,7 +94,7 @@ def read(folder: Path, **options: Any) -> EagleFiles:
 class Drafting:
     """A head over one sequence: its rows are at positions from 1 on."""
 
-    def __init__(self, found: EagleFiles, backend: str, communicator: Communicator | None = None) -> None:
+    def __init__(self, found: EagleFiles | DrawnHead, backend: str, communicator: Communicator | None = None) -> None:
         ranks = communicator or OneRank()
         numerics = choose_numerics(EngineConfig(device="cpu", kernel_backend=backend, dtype="float32"))
         shard = Shard(ranks.rank, ranks.size)
@@ -251,3 +254,17 @@ def test_folders_of_heads_are_told_from_models(tmp_path):
     save(tmp_path, tensors, CONFIG)
     assert is_head_folder(tmp_path)
     assert not is_head_folder(tmp_path / "elsewhere")
+
+
+def test_a_drawn_head_has_the_published_size():
+    """The figure is that of Llama-3.1-8B's head: docs of EAGLE-3 count 424.7 million parameters."""
+    shapes = eagle3_head(spec_of("llama-3.1-8b")).decoder.shapes()
+    assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(424.7e6, rel=1e-3)
+
+
+def test_a_drawn_head_computes(prompt):
+    taps, tokens, drafts = prompt
+    source = DrawnHead(eagle3_head(TARGET, DRAFT))
+    with torch.inference_mode():
+        logits = three_drafts(Drafting(source, "torch"), taps, tokens, drafts)
+    assert (logits.isfinite().sum(1) == DRAFT).all()
