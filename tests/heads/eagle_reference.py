@@ -59,7 +59,7 @@ class Reference:
         return self.linear(features, "fc")
 
     def attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        """Row i is at position i + 1; position 0 has no entry."""
+        """Row i is at position i + 1; position 0 lacks an entry."""
         q, k, v = (self.linear(x, f"{prefix}self_attn.{part}_proj").unflatten(1, (-1, DIM)) for part in "qkv")
         if f"{prefix}self_attn.q_norm.weight" in self.t:
             q, k = (self.norm(y, f"{prefix}self_attn.{part}_norm.weight") for y, part in ((q, "q"), (k, "k")))

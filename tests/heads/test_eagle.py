@@ -1,4 +1,4 @@
-"""EAGLE heads from their folders, against a plain reference; and what is refused."""
+"""EAGLE heads from their folders, against a plain reference; and the refusals."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from runtime.kernels.attention.attention_torch import AttentionShape, plan_atten
 from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.loading.head_folders import is_head_folder
+from runtime.loading.folder import is_head_folder
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.models.heads.build import DrawnHead
@@ -257,7 +257,7 @@ def test_folders_of_heads_are_told_from_models(tmp_path):
 
 
 def test_a_drawn_head_has_the_published_size():
-    """The figure is that of Llama-3.1-8B's head: docs of EAGLE-3 count 424.7 million parameters."""
+    """Llama-3.1-8B's EAGLE-3 head has 424.7 million parameters."""
     shapes = eagle3_head(spec_of("llama-3.1-8b")).decoder.shapes()
     assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(424.7e6, rel=1e-3)
 

@@ -27,7 +27,7 @@ class AttentionForm(NamedTuple):
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
     sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
     whole_images: bool = False  # tokens see all positions up to `last_visible`
-    first_key: int = 0  # first position that any token sees, 0 or 1; a draft head has no entry for position 0
+    first_key: int = 0  # first position that any token sees: 0, or 1 where position 0 holds nothing (draft heads)
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def load_scales(pointers, inside):
 
 @jit
 def first_total(last_visible, FORM: tl.constexpr):
-    """A running softmax's weight sum before all positions: 1 for a token that sees nothing, whose result is then 0."""
+    """A running softmax's weight sum before all positions: 1 for a token that sees nothing, so its result is 0."""
     total = tl.full(last_visible.shape, 0, tl.float32)
     if FORM.first_key > 0:
         total = (last_visible < FORM.first_key).to(tl.float32)

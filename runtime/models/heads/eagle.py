@@ -1,9 +1,8 @@
 """EAGLE heads (arXiv 2401.15077, 2503.01840): they draft from their target's hidden states and the next token.
 
-| kind | hidden states of the first pass | input of the first layer | logits |
-| --- | --- | --- | --- |
-| eagle3 | `fc` of some target layers' inputs | embedding and hidden states | after the head's norm |
-| eagle (1 and 2) | the target's, after its norm | `fc` of embedding and hidden states | without a norm |
+- eagle3: `fc` combines the inputs from some target layers. The first layer reads embedding and hidden states. The
+  logits follow the head's own norm.
+- eagle (1 and 2): `fc` combines the embedding and the target's normed hidden states. The logits need no norm.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ _ARCHITECTURE = re.compile(
     r"(llama|qwen2|qwen3)?(forcausallm)?eagle3?(llama|qwen2|qwen3)?(forcausallm|model|speculator|draftmodel)?"
 )
 _ID_FIELDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
-_SAMPLED_ROWS = 256  # of two embeddings that are compared
-_TOLERANCE = 2.0**-6  # of a row's norm: quantized embeddings count as the same
+_SAMPLED_ROWS = 256  # rows at which two embeddings are compared
+_TOLERANCE = 2.0**-6  # part of a row's norm: a quantized embedding counts as the same
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _decoder(
     tensors: TensorSource,
     target: DecoderSpec,
 ) -> DecoderSpec:
-    """The layers. Their biases and norms of q and k are those that the file has."""
+    """The layers. The file decides on biases, and on norms for q and k."""
     has_bias = {
         name: stored.layer_has(f"{name}.bias") for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
     }
@@ -237,7 +237,7 @@ def _check_fc(spec: HeadSpec, width: int, stored: _Stored, tensors: TensorSource
 
 
 def _taps(flat: Mapping[str, Any], is_speculators: bool, num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """The target's layers whose inputs the head reads.
+    """The layers with the inputs that the head reads.
 
     A config names them so (speculators, and where the largest is the number of layers), or by the layers before."""
     ids = next((flat[name] for name in _ID_FIELDS if flat.get(name)), None)
