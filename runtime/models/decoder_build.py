@@ -84,11 +84,11 @@ def layer_builder(
     num_positions: int,
     read: ReadWeight,
     communicator: Communicator,
-    build: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
+    builder: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
 ) -> LayerBuilder:
     """A builder for a decoder, or for the layers of a head, with kernels of their own."""
     maps = LinearMaps(spec, select(numerics, spec), weight_formats(spec, numerics), read)
-    return (build or LayerBuilder)(sharded(maps, communicator, numerics.rank_invariant), num_positions)
+    return (builder or LayerBuilder)(sharded(maps, communicator, numerics.rank_invariant), num_positions)
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:

@@ -17,7 +17,7 @@ class HeadSpec:
     on the tokens up to there alone, as the target's do (C5). Position 0 has none: its layers have `first_key` 1."""
 
     kind: str  # mtp, eagle3 or eagle: which forward pass (runtime/models/heads)
-    decoder: DecoderSpec  # its layers; the vocabulary is the draft's
+    decoder: DecoderSpec  # its layers and other parameters; the vocabulary is the target's
     target_hidden: int  # the target's hidden size
     taps: tuple[int, ...] = ()  # a token's feature is the input of these target layers; () for the final norm's output
     own_embedding: bool = False  # False if it reads the target's token embedding

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,11 +76,6 @@ def checkpoint_head(
     spec = replace(spec, decoder=replace(spec.decoder, quantization=schemes or None))
     locate_parameters(spec.decoder, names, tensors)
     return CheckpointHead(spec, names, tensors, f"mtp of {fingerprint}", _copies(tensors, target, weight_map))
-
-
-def folder_head(path: Path, target: DecoderSpec) -> CheckpointHead:
-    """The head in a folder of its own, such as EAGLE-3. Raises CallboardError, with a name, if it does not fit."""
-    raise CallboardError(f"{path} has no head that this build can load.")
 
 
 def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> None:
