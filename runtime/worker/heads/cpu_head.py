@@ -85,15 +85,17 @@ class CpuHead:
         spec, numerics = self.head.spec, self.decoder.numerics
         if not spec.taps:
             return None
-        return Taps(spec.taps, torch.empty((num_tokens, spec.feature_width), dtype=numerics.dtype, device=numerics.device))
+        return Taps(
+            spec.taps, torch.empty((num_tokens, spec.feature_width), dtype=numerics.dtype, device=numerics.device)
+        )
 
-    def run(self, work: StepWork, slots: Slots, draft_token_ids: Int32s, taps: torch.Tensor | None) -> bool:
+    def run(self, work: StepWork, slots: Slots, draft_token_ids: Int32s) -> bool:
         """Extend the head's keys and values by the step's rows, and draft `plan.next_drafts` tokens after each row that
         samples. `draft_token_ids` are the plan's by `drafts_of`. Returns False if a value is not finite (C9)."""
         plan, head = work.plan, self.head
         assert work.last is not None, "no graphs run on a CPU"
         self.features.forget_loaded(plan)
-        combined = head.combined(self.decoder.normed(work.hidden) if taps is None else taps)
+        combined = head.combined(self.decoder.normed(work.hidden) if work.taps is None else work.taps.out)
         first = work.last - plan.ends + 1  # index that each row's position 0 would have
         self._keep_features(plan, slots, combined, first)
         extend = extend_rows(plan, self.is_new, self.cache.block_size, self.max_model_len)
@@ -109,7 +111,9 @@ class CpuHead:
             found = accepted_samples(plan, draft_token_ids, work.token_ids.cpu().numpy())
             own = np.searchsorted(extend.rows, found.rows)  # a sample has a position, so its row is here
             index = step.last[own] - (extend.plan.ends[own] - 1 - found.positions)
-            finite &= self._draft(plan.next_drafts, x[_upload(index, x)], plan.slots[found.rows], found.positions, slots)
+            finite &= self._draft(
+                plan.next_drafts, x[_upload(index, x)], plan.slots[found.rows], found.positions, slots
+            )
         return finite
 
     def _keep_features(self, plan: StepPlan, slots: Slots, combined: torch.Tensor, first: IntArray) -> None:
