@@ -189,10 +189,9 @@ class ModelRunner:
         if version is not None:
             weights = version.fingerprint(weights)
         identity = (weights, *numeric_parts, forms, whole_cache, num_sums)
-        if self.head is not None:  # blocks have its keys and values, too
-            identity = *identity, self.head.fingerprint
+        text = repr(identity if self.head is None else (*identity, self.head.fingerprint))  # blocks have its keys, too
         info = ModelInfo(
-            fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
+            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,
             max_model_len=memory.max_model_len,
             eos_token_ids=self.eos_token_ids,
