@@ -18,6 +18,7 @@ from runtime.tier.runner_tier import tier_of
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
 from runtime.worker.gpu.mapped_memory import RunnerMemory
+from runtime.worker.heads.runner_head import RunnerHead
 from runtime.worker.images import RunnerImages
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource
@@ -46,6 +47,7 @@ def runner_extras(config: EngineConfig, is_draft: bool, helper: KernelHelper | N
         images=RunnerImages.of,
         tier=tier_of,
         adapters=RunnerAdapters.of,
+        head=RunnerHead.of,
         sleep_memory=RunnerMemory,
         updates=RunnerUpdates,
         kernels=partial(kernels_ahead, helper=helper),

@@ -81,7 +81,7 @@ class StepKernels:
         states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
         batch = self._batch(inputs, num_tokens, attending, states)
         batch.embeds, batch.rope_positions = embeds, rope_positions
-        return self.decoder.forward(batch, self.cache.layers)
+        return self.decoder.forward(batch, self.cache.layers[: self.decoder.spec.num_layers])
 
     def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:
         """A step's batch. `parts` have the first group's tables."""
@@ -131,6 +131,6 @@ class StepKernels:
         )
         states = StateRows(slots, starts, firsts, self.slots.places, size, num_tokens, count, steps_only=True)
         batch = self._batch(inputs, num_tokens, [rows], states)
-        hidden = self.decoder.forward(batch, self.cache.layers)
+        hidden = self.decoder.forward(batch, self.cache.layers[: self.decoder.spec.num_layers])
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sample(logits, sample_slots, positions, filters=True, penalties=True)
