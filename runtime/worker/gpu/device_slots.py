@@ -110,6 +110,15 @@ class DeviceSlots:
             found.append((at[kept].tolist(), [1] * int(kept.sum()), [plan.draft_token_ids[kept]]))
         return found
 
+    def restore_drafts(self, plan: StepPlan, upload: Callable[..., torch.Tensor]) -> None:
+        """Write a head's draft tokens into the plan's rows again, over their samples; 0 for a missing one."""
+        rows, positions = last_tokens(plan, plan.draft_lens)
+        is_head = plan.draft_token_ids == DEVICE_DRAFT
+        if is_head.any():
+            slots, positions = plan.slots[rows][is_head], positions[is_head]
+            at = upload(slots, positions, positions % DRAFT_WIDTH).view(3, -1).long()
+            self.tokens[at[0], at[1]] = self.drafts[at[0], at[2]].clamp(min=0)
+
     def apply(self, writes: list[Int32s], upload: Callable[..., torch.Tensor]) -> None:
         """Apply writes outside of a graph."""
         if num_writes := int(writes[0][0]):

@@ -33,9 +33,9 @@ class StepKernels:
         slots: DeviceSlots,
         sampler: DeviceSampler,
         max_rows: int,
-        head: DraftHead | None = None,  # takes features of all tokens
     ) -> None:
-        self.decoder, self.cache, self.slots, self.sampler, self.head = decoder, cache, slots, sampler, head
+        self.decoder, self.cache, self.slots, self.sampler, self.max_rows = decoder, cache, slots, sampler, max_rows
+        self.head: DraftHead | None = None  # takes features of all tokens; set by GpuHead
         self.layers = cache.layers[: decoder.spec.num_layers]  # a head's follow
         self.pinned_acceptance: float | None = None  # EngineConfig.pinned_acceptance
         self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] the last replay's
