@@ -14,6 +14,7 @@ from runtime.tier.runner_tier import tier_of
 from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
 from runtime.worker.gpu.mapped_memory import RunnerMemory
+from runtime.worker.heads.runner_head import RunnerHead
 from runtime.worker.images import RunnerImages
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource
@@ -34,6 +35,7 @@ def build_runner(
         images=RunnerImages.of,
         tier=tier_of,
         adapters=RunnerAdapters.of,
+        head=RunnerHead.of,
         sleep_memory=RunnerMemory,
         updates=RunnerUpdates,
         row_lens=row_lens(config, is_draft),

@@ -6,11 +6,12 @@
     ImageEncoder    embeddings of images             RunnerImages
     BlockCopier     blocks in a tier of host memory  CpuCopier, GpuCopier
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
+    StepHead        draft tokens by a head           CpuHead
     SleepMemory     memory given back in sleep       RunnerMemory
     WeightUpdates   new weights of a running model   RunnerUpdates
 
-`runtime/features`, `runtime/updates` and `runtime/tier` implement them. `runtime/assembly/runner.py` hands them to
-`ModelRunner` as `RunnerExtras`.
+`runtime/features`, `runtime/updates`, `runtime/tier` and `runtime/worker/heads` implement them.
+`runtime/assembly/runner.py` hands them to `ModelRunner` as `RunnerExtras`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ import torch
 from runtime.base.arrays import Int32s
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model_info import ModelInfo
+from runtime.base.shard import Shard
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
-from runtime.models.forward_batch import Embeds
+from runtime.models.forward_batch import Embeds, Taps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.sources import ModelSource
 
@@ -71,6 +74,7 @@ class StepWork:
     copies: Copies
     hidden: torch.Tensor = _NOTHING  # [num_tokens, hidden]; empty if the step runs as graphs
     last: np.ndarray | None = None  # [num_rows] each row's last token in `hidden`; None if it runs as graphs
+    taps: Taps | None = None  # states for a head that reads layers' inputs
     sampled_states: torch.Tensor = _NOTHING  # [num_samples, hidden] states of the tokens before samples
     logits: torch.Tensor = _NOTHING  # [num_samples, vocab], or a rank's part
     token_ids: torch.Tensor = _NOTHING  # [num_samples]
@@ -147,6 +151,30 @@ class BlockCopier(Protocol):
 
     def reset(self) -> None:
         """Wait for the transfers in flight, and forget them."""
+
+
+class StepHead(SlotKeeper, Protocol):
+    """A head that drafts tokens in a runner's steps. Each kind of steps calls it in its own way."""
+
+    def drafts_of(self, plan: StepPlan) -> Int32s:
+        """The plan's draft tokens, with the head's in place of DEVICE_DRAFT; -1 for a missing one."""
+
+
+class DraftingHead(Protocol):
+    """A head with its weights, from which steps get their StepHead."""
+
+    spec: HeadSpec  # this rank's
+    whole: HeadSpec
+    fingerprint: str
+
+    def load(self, decoder: Decoder, num_positions: int) -> None:
+        """Read the weights, after the decoder's."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the head."""
+
+    def of_steps(self, steps: Any) -> Any:
+        """The StepHead for these Steps."""
 
 
 class TokenAutomata(Protocol):
@@ -305,6 +333,7 @@ class RunnerExtras:
     images: Callable[[RunnerParts], ImageEncoder | None] | None = None
     tier: Callable[[RunnerParts], BlockCopier | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
+    head: Callable[[EngineConfig, ModelSource, Shard], DraftingHead | None] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
     row_lens: Sequence[int] = ()  # tokens in a row, besides one, in frequent decode steps (speculation)

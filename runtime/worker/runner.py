@@ -80,7 +80,11 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
         self._large_step_us = math.inf  # a decode step with many rows, if it was measured
-        self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
+        self.head = None if extras.head is None or is_draft else extras.head(config, source, self.shard)
+        spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
+        if self.head is not None:
+            spec = replace(spec, draft_layers=self.head.whole.layers)
+        self.spec = spec.of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
         if is_draft and self.spec.states is not None:
             raise CallboardError(
@@ -125,6 +129,8 @@ class ModelRunner:
             self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
             parts = RunnerParts(config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
             self.images = None if self._plugged.images is None else self._plugged.images(parts)
+            if self.head is not None:
+                self.head.load(self.decoder, self.memory.max_model_len)
         self.tier = None if self._plugged.tier is None else self._plugged.tier(parts)
         self._make_extras(parts)
         self.kv_scales = None
@@ -183,6 +189,8 @@ class ModelRunner:
         if version is not None:
             weights = version.fingerprint(weights)
         identity = (weights, *numeric_parts, forms, whole_cache, num_sums)
+        if self.head is not None:  # blocks have its keys and values, too
+            identity = *identity, self.head.fingerprint
         info = ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,
@@ -203,7 +211,7 @@ class ModelRunner:
         )
         for extra in self.extras:
             info = extra.describe(info)
-        for part in (self.images, self.tier):
+        for part in (self.images, self.tier, self.head):
             info = info if part is None else part.describe(info)
         return info
 
@@ -217,7 +225,11 @@ class ModelRunner:
             memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room, self._states
         )
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
+        steps = kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
+        if self.head is not None:
+            with room or nullcontext():
+                steps.head = self.head.of_steps(steps)
+        return steps
 
     def _measure_memory(self) -> None:
         """Give the KV cache the memory that is free after the largest step. That step runs on a cache of one block."""
@@ -255,6 +267,9 @@ class ModelRunner:
     def _time_steps(self, warm_up: WarmUp) -> None:
         step_us, latency_us = warm_up.time_steps(self.is_draft)
         self.info = replace(self.info, step_us=step_us, latency_us=latency_us)
+        if self.info.head is not None:
+            times = warm_up.time_drafts(self.info.head.most_drafts)
+            self.info = replace(self.info, head=replace(self.info.head, step_us=times))
 
     def reset(self) -> None:
         """Forget all requests, for example after an engine's restart. The blocks of the cache are free."""

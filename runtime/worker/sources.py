@@ -17,6 +17,7 @@ import torch
 from runtime.base.config import EngineConfig
 from runtime.base.images import Image, ImageInfo
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.pooling import Pooling
 from runtime.base.model.sharding import Part
 from runtime.base.model.tower_spec import TowerSpec
@@ -32,6 +33,7 @@ from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
+from runtime.models.heads.head import DraftHead
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.towers.specs import tower_spec
 from runtime.models.towers.tower import draw_tower, load_tower
@@ -86,6 +88,19 @@ class ModelSource(Protocol):
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """A function that reads the tokens for grammars, which takes a while; None if the model serves no grammars."""
+
+    def head(self, draft: str | None) -> HeadSource | None:
+        """The head that the setting `draft` names; None if it names none."""
+
+
+class HeadSource(Protocol):
+    """A head that describes itself before its weights are read."""
+
+    spec: HeadSpec
+    fingerprint: str
+
+    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
+        """Read the weights. `spec` is this source's, or one rank's share."""
 
 
 class Tower(Protocol):
@@ -193,6 +208,9 @@ class CheckpointSource:
     def kv_scales(self) -> torch.Tensor | None:
         return read_kv_scales(self.checkpoint, self.spec)
 
+    def head(self, draft: str | None) -> HeadSource | None:
+        return None
+
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
 
@@ -230,6 +248,9 @@ class DummySource:
         generator = torch.Generator().manual_seed(self.seed)
         shape = self.num_labels, self.spec.hidden_size
         return torch.randn(shape, generator=generator).to(device) if self.num_labels else None
+
+    def head(self, draft: str | None) -> HeadSource | None:
+        return None
 
     def kv_scales(self) -> None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class Steps(ABC):
         self.num_slots, self.max_model_len = num_slots, max_model_len
         self.extras, self.masks, self.encoder = extras, masks, encoder
         self.images = ImagePositions(decoder.spec, num_slots)
+        self.layers = cache.layers[: decoder.spec.num_layers]  # a head's follow
+        self.head: Any = None  # a StepHead, set once the cache is allocated; None without a head
         self.copier: BlockCopier | None = None  # set for a model with a tier, once the cache is allocated
 
     @abstractmethod
@@ -66,7 +68,8 @@ class Steps(ABC):
         """`launch`, without the transfers that have ended."""
 
     def _keepers(self) -> list[SlotKeeper]:
-        return [self.sampler, self.images, *self.extras, *(() if self.masks is None else (self.masks,))]
+        optional = [keeper for keeper in (self.masks, self.head) if keeper is not None]
+        return [self.sampler, self.images, *self.extras, *optional]
 
     def _begin_forward(self, plan: StepPlan) -> None:
         for extra in self.extras:

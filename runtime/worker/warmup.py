@@ -88,6 +88,21 @@ class WarmUp:
         latency_us = max(0.0, latency_us) if self.steps.asynchronous else 0.0
         return tuple(zip(sizes, rising, strict=True)), latency_us
 
+    def time_drafts(self, most: int) -> tuple[tuple[int, float], ...]:
+        """Measure the time of one more draft token by a head that makes up to `most` (HeadInfo.step_us)."""
+        num_plans = 16 if self.steps.asynchronous else 1
+        sizes = [1 << i for i in range(8) if 1 << i <= self.most_rows]
+        few, many = (1, 3) if most >= 3 else (0, most)
+        times = []
+        for size in sizes:
+            less, more = (min(self._step_us(size, num_plans, 1, n) for _ in range(3)) for n in (few, many))
+            times.append(max(0.0, more - less) / (many - few))
+        rising: list[float] = np.maximum.accumulate(times).tolist()
+        logger.info(
+            "a draft token: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True))
+        )
+        return tuple(zip(sizes, rising, strict=True))
+
     def _run_prompts(
         self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0, image: Encoding | None = None
     ) -> None:
@@ -96,17 +111,19 @@ class WarmUp:
         new = [NewSlot(slot, np.zeros(1, np.int32), length, 0, SamplingParams()) for slot, length in enumerate(lengths)]
         new[0] = NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)
         counts = np.array(lengths, np.int32)
-        plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1)
+        plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1,
+                        next_drafts=0 if self.steps.head is None else 2)  # fmt: skip
         if image is not None:
             plan.encodings, plan.embeds = [image], np.array([[0], [image.row], [image.num_rows]], np.int32)
             new[0].spans = np.array([[0, image.num_rows, 1, 1, image.num_rows]], np.int32)
         self.steps.launch(plan)()
 
-    def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1) -> float:
+    def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1, next_drafts: int = 0) -> float:
         """Time of one decode step, measured over `num_plans` plans with `num_steps` steps each."""
         zeros, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
         slots = np.arange(num_rows, dtype=np.int32)
         plan = StepPlan(0, slots=slots, num_computed=zeros, num_tokens=ones, num_samples=ones, num_steps=num_steps)
+        plan.next_drafts = next_drafts
         start = time.perf_counter()
         for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
             wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -90,6 +91,10 @@ class CpuSteps(Steps):
         if plan.snapshots.size:
             self.slots.write_snapshots(plan.snapshots)
         self.slots.write_tables(plan.block_table_writes)
+        given = drafts = plan.draft_token_ids
+        if self.head is not None and (drafts < 0).any():
+            drafts = self.head.drafts_of(plan)
+            plan = msgspec.structs.replace(plan, draft_token_ids=np.maximum(drafts, 0))  # 0 in place of missing ones
         if len(plan.draft_token_ids):
             self.slots.write_draft_tokens(plan)
         self._start_transfers(plan)
@@ -105,7 +110,13 @@ class CpuSteps(Steps):
             self._sample(work, masks)
         if masks is not None:
             work.reports.append(masks.report)
-        return make_result(plan.step_id, work.token_ids.cpu(), work.reports)
+        result = make_result(plan.step_id, work.token_ids.cpu(), work.reports)
+        if self.head is not None:
+            result.draft_token_ids = EMPTY if drafts is given else drafts
+            if not self.head.run(work, self.slots, drafts):
+                self.poisoned = True
+                self.cache.clear(0)  # rows may have written there, and other groups' layers read block 0
+        return result
 
     def _forward(self, plan: StepPlan) -> StepWork:
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
@@ -113,12 +124,15 @@ class CpuSteps(Steps):
         self._begin_forward(plan)
         step = build_input(plan, self.slots, self.attention_shapes, self.is_tiled, self.cache.spec.groups, self.images)
         step.batch.embeds = self._embeds(plan, step.last - plan.num_tokens + 1, self.copies)
-        hidden = self.decoder.forward(step.batch, self.cache.layers)
+        if self.head is not None:
+            step.batch.taps = self.head.taps(len(step.batch.token_ids))
+        hidden = self.decoder.forward(step.batch, self.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
         return StepWork(
             plan, step.sampled_slots, step.sampled_positions, self.slots.flat_tokens, self.max_model_len, self.copies,
             hidden=hidden, last=step.last, sampled_states=hidden.index_select(0, self.copies.upload(step.sampled)),
+            taps=step.batch.taps,
         )  # fmt: skip
 
     def _replayed(self, plan: StepPlan, tapes: DecodeTapes) -> StepWork:
@@ -133,8 +147,11 @@ class CpuSteps(Steps):
 
     def _is_decode(self, plan: StepPlan) -> bool:
         """True if a tape may compute the step: each row has one token and samples one, without an adapter, and no extra
-        reads states. An extra may compute logits, and they would replace the tape's. Tapes read no embeddings."""
+        reads states. An extra may compute logits, and they would replace the tape's. Tapes read no embeddings, and
+        keep no layer's inputs for a head."""
         if plan.has_images or any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
+            return False
+        if self.head is not None and self.head.head.spec.taps:
             return False
         samples = bool((plan.num_tokens == 1).all() and (plan.num_samples == 1).all())
         return samples and not self.images.reach(plan) and not self.slots.adapters[plan.slots].any()

@@ -72,7 +72,7 @@ class DecodeTapes:
     def _record(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step and keep its calls, if they are all that it computes."""
         with self.launcher.record() as tape, _Operations() as operations:
-            hidden = self.decoder.forward(batch, self.cache.layers)
+            hidden = self.decoder.forward(batch, self.cache.layers[: self.decoder.spec.num_layers])
             logits = self.decoder.logits(hidden)
         self._is_complete = not operations.computed
         if self._is_complete:

@@ -53,6 +53,21 @@ class Sampler(SlotSampling):
             keys = self._keys(logits, slots, positions, self.split.own_ids.start)
             return tokens_of_keys_torch(self.split.best(keys)), None
         logits = self.split.whole(logits)
+        token_ids, rows, chosen = self._drawn(logits, slots, positions, state, masks)
+        drawn_values = self.drawn_logprobs(logits, token_ids, slots, rows, chosen, is_filtered=True)
+        logprobs = self.logprobs(logits, token_ids, slots, drawn_values)
+        if self.split.is_split and self.bound[slots].any():
+            token_ids = self.split.of_first_rank(token_ids)
+        return token_ids, logprobs
+
+    def draft(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
+        """Draft tokens [n] as `sample` would draw them from these logits, without a grammar's masks."""
+        return self._drawn(self.split.whole(logits.float()), slots, positions, state, None)[0]
+
+    def _drawn(
+        self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots, masks: TokenMasks | None
+    ) -> tuple[torch.Tensor, NDArray[np.int64], torch.Tensor | None]:
+        """Token ids [n] from all ranks' logits; the rows that were drawn from edited logits, and these logits."""
         token_ids = tokens_of_keys_torch(self._keys(logits, slots, positions))
         drawn = self._float(sample.TEMPERATURE, slots) > 0
         others = self.penalised[slots] | (self.filtered[slots] & drawn) | self.wants_second_pass(slots, positions)
@@ -67,11 +82,7 @@ class Sampler(SlotSampling):
                 apply_bitmask_torch(chosen, self.upload(at), self.upload(masks.words))
                 failed[self.upload(np.searchsorted(rows, masks.failed))] = True
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state).masked_fill_(failed, -1)
-        drawn_values = self.drawn_logprobs(logits, token_ids, slots, rows, chosen, is_filtered=True)
-        logprobs = self.logprobs(logits, token_ids, slots, drawn_values)
-        if self.split.is_split and self.bound[slots].any():
-            token_ids = self.split.of_first_rank(token_ids)
-        return token_ids, logprobs
+        return token_ids, rows, chosen
 
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
         """Token ids [n] for rows that need more than the best token by the model's logits. Changes `logits`."""

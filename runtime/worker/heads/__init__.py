@@ -1,0 +1,1 @@
+"""Heads that draft tokens within a runner's steps."""

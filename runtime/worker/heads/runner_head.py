@@ -1,0 +1,50 @@
+"""RunnerHead: a runner's head, from its description to the object that drafts in steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runtime.base.config import EngineConfig
+from runtime.base.model_info import HeadInfo, ModelInfo
+from runtime.base.shard import Shard
+from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.models.decoder import Decoder
+from runtime.models.heads.head import DraftHead
+from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
+from runtime.worker.heads.cpu_head import CpuHead, HeadInputs
+from runtime.worker.heads.gpu_head import GpuHead
+from runtime.worker.sources import HeadSource, ModelSource
+from runtime.worker.steps import Steps
+
+
+class RunnerHead:
+    """One rank's share of a head."""
+
+    head: DraftHead  # set by `load`
+
+    @classmethod
+    def of(cls, config: EngineConfig, source: ModelSource, shard: Shard) -> RunnerHead | None:
+        """The head that `config.draft` names; None if it names none. Raises CallboardError if the model lacks it."""
+        found = source.head(config.draft)
+        return None if found is None else cls(found, shard)
+
+    def __init__(self, source: HeadSource, shard: Shard) -> None:
+        self._source, self.whole = source, source.spec
+        self.spec, self.fingerprint = source.spec.of_rank(shard), source.fingerprint
+
+    def load(self, decoder: Decoder, num_positions: int) -> None:
+        """Read the weights, after the decoder's."""
+        self.head = self._source.load(decoder, self.spec, num_positions)
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with the head."""
+        return replace(info, head=HeadInfo(self.spec.kind, min(MAX_DRAFT_TOKENS, info.block_size - 1)))
+
+    def of_steps(self, steps: Steps) -> CpuHead | GpuHead:
+        """The object that drafts in these steps."""
+        if isinstance(steps, GpuSteps):
+            return GpuHead(self.head, steps.kernels, steps.graph_runner)
+        assert isinstance(steps, CpuSteps)
+        inputs = HeadInputs(steps.sampler, steps.images, steps.attention_shapes, steps.is_tiled)
+        return CpuHead(self.head, steps.decoder, steps.cache, steps.num_slots, steps.max_model_len, inputs)
