@@ -227,7 +227,7 @@ class ModelRunner:
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
         steps = kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
         if self.head is not None:
-            with room or nullcontext():
+            with nullcontext() if room is None else self._cache_memory():
                 steps.head = self.head.of_steps(steps)
         return steps
 

@@ -1,6 +1,6 @@
 """Pinned acceptance, for benchmarks with random weights: draft tokens become samples, whatever the model's logits are.
 
-Of each round, the first floor(mean - 1) draft tokens are accepted, and the next one with the fraction's chance. A hash of
+The first floor(mean - 1) draft tokens of a round are accepted, and the next one with the fraction's chance. A hash of
 slot and position decides, so that all ranks decide alike.
 """
 

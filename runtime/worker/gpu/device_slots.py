@@ -92,22 +92,23 @@ class DeviceSlots:
             lengths.append(2)
             values.append(np.array(place, np.int32))
         if len(plan.draft_token_ids):
-            for write in self._draft_writes(plan):
-                for parts, own in zip((places, lengths, values), write, strict=True):
-                    parts += own
+            for own_places, own_lengths, token_ids in self._draft_writes(plan):
+                places += own_places
+                lengths += own_lengths
+                values.append(token_ids)
         return [np.array([len(places), *places, *lengths], np.int32), *values]
 
-    def _draft_writes(self, plan: StepPlan) -> list[tuple[list[int], list[int], list[Int32s]]]:
+    def _draft_writes(self, plan: StepPlan) -> list[tuple[list[int], list[int], Int32s]]:
         """Places, lengths and values of the draft tokens that come with the plan."""
         rows, positions = last_tokens(plan, plan.draft_lens)
         is_here = plan.draft_token_ids != DEVICE_DRAFT  # the same for all tokens of a row
         given = np.unique(rows[is_here])
         places = (plan.slots * self.stride + plan.ends - plan.draft_lens)[given]
-        found = [(places.tolist(), plan.draft_lens[given].tolist(), [plan.draft_token_ids[is_here]])]
+        found = [(places.tolist(), plan.draft_lens[given].tolist(), plan.draft_token_ids[is_here])]
         if self.drafts.numel():  # the head compares them with the samples
             kept = is_here & (plan.num_samples[rows] > 1)
             at = self.drafts_at + plan.slots[rows] * DRAFT_WIDTH + positions % DRAFT_WIDTH
-            found.append((at[kept].tolist(), [1] * int(kept.sum()), [plan.draft_token_ids[kept]]))
+            found.append((at[kept].tolist(), [1] * int(kept.sum()), plan.draft_token_ids[kept]))
         return found
 
     def restore_drafts(self, plan: StepPlan, upload: Callable[..., torch.Tensor]) -> None:

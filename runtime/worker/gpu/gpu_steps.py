@@ -128,11 +128,14 @@ class GpuSteps(Steps):
         if only_steps and (graph := graph_runner.find(plan)) is not None:
             return [(graph, plan)]
         graphs = graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
-        return graphs if len(graphs) == 1 or not (has_states or self.decoder.spec.experts or self.head) else []
+        one_only = has_states or self.decoder.spec.experts or self.head is not None
+        return graphs if len(graphs) == 1 or not one_only else []
 
     def _repeated_graph(self, plan: StepPlan) -> StepProgram | None:
         """None if the plan lacks a graph, or its samples need more than the graph."""
-        if len(plan.freed) or plan.stores or plan.loads or self.head or not (graphs := self.graphs_for(plan, self.needs(plan))):
+        if len(plan.freed) or plan.stores or plan.loads or self.head is not None:
+            return None
+        if not (graphs := self.graphs_for(plan, self.needs(plan))):
             return None
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
@@ -155,7 +158,7 @@ class GpuSteps(Steps):
             self.graph_runner.pool = self.adapter_graphs.pool = pool
         shapes: list[DecodeShape | MixedShape] = [*self.graph_runner.decode_shapes(row_lens)]
         shapes += self.graph_runner.prefill_shapes(prefill_tokens)
-        self.kernels.allocate_outputs(*(max(sizes) for sizes in zip(*((s.num_samples, s.num_tokens) for s in shapes))))
+        self.kernels.allocate_outputs(max(s.num_samples for s in shapes), max(s.num_tokens for s in shapes))
         self.graph_runner.capture(shapes, self.kernels.step)
         if self.head is not None:
             self.head.capture([shape for shape in shapes if isinstance(shape, DecodeShape)])
@@ -304,7 +307,7 @@ class StagedStep(StepProgram):
         seen = steps.images.for_rows(plan.slots[order], plan.num_computed[order], plan.num_tokens[order])
         given = [None if array is None else steps.transfers.upload(array) for array in seen]
         taps = steps.kernels.taps(self.shape.num_tokens)
-        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds, *given, taps)
+        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds, *given, taps=taps)
         if steps.head is not None:
             self.features = steps.decoder.normed(work.hidden) if taps is None else taps.out
         work.last = offsets + plan.ends - 1

@@ -109,7 +109,6 @@ class GpuHead:
         extend = extend_rows(plan, self.is_new, self.cache.block_size, self.slots.max_model_len)
         self.is_new[plan.slots] = False
         drafts = plan.next_drafts > 0 and bool(plan.num_samples.any())
-        is_decode = isinstance(shape, DecodeShape)
         is_captured = isinstance(shape, DecodeShape) and not extend.continued.any()
         if drafts or not is_captured:
             self.transfers.begin()
@@ -118,7 +117,7 @@ class GpuHead:
             num_rows = shape.num_rows
         else:
             offsets = token_offsets(plan)
-            if isinstance(shape, DecodeShape) and is_decode:
+            if isinstance(shape, DecodeShape):
                 offsets = (np.arange(len(plan.slots)) * shape.row_len - plan.num_computed).astype(np.int32)
             features = self.kernels.graph_features[: shape.num_tokens] if shape is not None else features
             assert features is not None
@@ -173,11 +172,10 @@ class GpuHead:
 
     # ---- launched ---------------------------------------------------------------------------------------------------
 
-    def _launch(
-        self, plan: StepPlan, extend: ExtendRows, combined: torch.Tensor, offsets: Int32s, drafts: bool
-    ) -> int:
-        """Launch the extend of a plan's rows. `offsets` are the rows' in `combined` (token_offsets). Returns the rows of
-        the single passes that follow."""
+    def _launch(self, plan: StepPlan, extend: ExtendRows, combined: torch.Tensor, offsets: Int32s, drafts: bool) -> int:
+        """Launch the extend of a plan's rows, whose `offsets` in `combined` are as token_offsets has them.
+
+        Returns the number of rows in the single passes that follow."""
         self._keep_features(plan, combined, offsets)
         upload, own, null_slot = self.transfers.upload, extend.plan, self.slots.num_slots
         if not len(own.slots):
@@ -219,7 +217,8 @@ class GpuHead:
     def _blocks(self, slots: Int32s, index: np.ndarray) -> torch.Tensor:
         """Ids of the blocks at these indices in slots' tables, int64."""
         at = self.transfers.upload(slots.astype(np.int64), index.astype(np.int64)).view(2, -1)
-        return self.tables[at[0], at[1]].long() // self.factor
+        blocks: torch.Tensor = self.tables[at[0], at[1]].long() // self.factor
+        return blocks
 
     def _features_before(self, extend: ExtendRows, combined: torch.Tensor, offsets: Int32s) -> torch.Tensor:
         """[num_tokens, hidden_size] the features of the positions before the extend's tokens, in their order."""
