@@ -77,10 +77,15 @@ class GpuSteps(Steps):
         program.run()
         return program.read if complete is None else lambda: complete(program.read())
 
-    def run_head(self, plan: StepPlan, graphs: Graphs, features: torch.Tensor | None = None) -> None:
-        """Queue a head's passes after the plan's step, whose result has left."""
-        if self.head is not None:
-            self.head.run(plan, graphs[0][0].shape if graphs else None, features)
+    def run_head(self, plan: StepPlan, graphs: Graphs, work: StepWork | None = None) -> None:
+        """Queue a head's passes after the plan's step, whose result has left. `work` is a launched step's."""
+        if self.head is None:
+            return
+        if graphs or work is None:
+            self.head.run(plan, graphs[0][0].shape)
+        else:
+            features = self.decoder.normed(work.hidden) if work.taps is None else work.taps.out
+            self.head.run(plan, None, features)
 
     def program_for(self, plan: StepPlan) -> StepProgram:
         """The program of a plan. Its requests leave and enter their slots first."""
@@ -259,7 +264,6 @@ class StagedStep(StepProgram):
     ) -> None:
         self.steps, self.work, self.graphs, self.writes, self.needs = steps, work, graphs, writes, needs
         self.is_plain = is_plain
-        self.features: torch.Tensor | None = None  # [num_tokens, width] a launched step's, for a head
 
     def run(self) -> None:
         steps, work = self.steps, self.work
@@ -275,7 +279,7 @@ class StagedStep(StepProgram):
             steps.graph_io.release_after(read, len(self.graphs))
         if steps.masks is not None and work.masks is not None:
             steps.masks.sampled(work.masks, lambda: read().token_ids)
-        steps.run_head(work.plan, self.graphs, self.features)
+        steps.run_head(work.plan, self.graphs, work)
 
     def _replay(self, work: StepWork) -> None:
         """Replay the graphs and collect their token ids, logits and, if needed, states in the plan's order."""
@@ -305,11 +309,11 @@ class StagedStep(StepProgram):
         offsets, order = token_offsets(plan), short_first(plan)
         embeds = steps._embeds(plan, offsets + plan.num_computed, steps.transfers)
         seen = steps.images.for_rows(plan.slots[order], plan.num_computed[order], plan.num_tokens[order])
-        given = [None if array is None else steps.transfers.upload(array) for array in seen]
-        taps = steps.kernels.taps(self.shape.num_tokens)
-        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds, *given, taps=taps)
-        if steps.head is not None:
-            self.features = steps.decoder.normed(work.hidden) if taps is None else taps.out
+        rope_positions, last_visible = (None if array is None else steps.transfers.upload(array) for array in seen)
+        work.taps = steps.kernels.taps(self.shape.num_tokens)
+        work.hidden = steps.kernels.forward(
+            self.shape, self.rows, steps._has_adapters(plan), embeds, rope_positions, last_visible, work.taps
+        )
         work.last = offsets + plan.ends - 1
         if self.shape.num_samples:
             work.sampled_states = work.hidden.index_select(0, self.shape.split(self.rows)[3])
