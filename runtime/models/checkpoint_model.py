@@ -43,7 +43,7 @@ def checkpoint_model(config: Mapping[str, Any], source: TensorSource) -> tuple[D
         return spec, replace(weight_map, names={**weight_map.names, "embed": weight_map.names["head"]})
     stem = head.removesuffix("weight")
     own = {name for name in names if name.startswith(stem)} - {f"{stem}bias"}
-    if not own or (own == {head} and embed in source and _are_equal(source, embed, head)):
+    if not own or (own == {head} and embed in source and are_equal(source, embed, head)):
         return spec, weight_map
     logger.warning("%s differs from the embedding and is used, although the config has tie_word_embeddings.", head)
     return load_spec(config, names, tied=False)
@@ -54,7 +54,7 @@ def _stored_name(weight_map: WeightMap, name: str, source: TensorSource) -> str:
     return longer if longer in source or any(n.startswith(weight_map.base + stem) for n in source.names()) else name
 
 
-def _are_equal(source: TensorSource, first: str, second: str) -> bool:
+def are_equal(source: TensorSource, first: str, second: str) -> bool:
     """Compare two matrices, some rows at a time."""
     if (shape := source.shape(first)) != source.shape(second):
         return False

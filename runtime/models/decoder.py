@@ -24,10 +24,9 @@ from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 _PADDING = 0  # Gemma 4's pad_token_id
 
 
-@dataclass(eq=False)
-class Decoder:
-    """A decoder-only model, or one rank's share of it: in each layer, a mixer and a feed-forward part add to the hidden
-    states.
+@dataclass(eq=False, kw_only=True)
+class LayerStack:
+    """Consecutive layers: in each, a mixer and a feed-forward part add to the hidden states.
 
     Hidden states are whole on all ranks: a mixer's `out` and `down` sum over ranks (`ReducedLinear`)."""
 
@@ -35,30 +34,25 @@ class Decoder:
     numerics: Numerics
     kernels: Kernels
     communicator: Communicator  # the spec's rank's
-    embed: Any  # [own tokens, hidden], as kernels have it
-    embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
-    position_embed: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
-    layer_embed: LayerEmbedding | None  # None without spec.layer_embed_size
     ropes: list[torch.Tensor]  # rotary tables
     rope_axes: list[torch.Tensor]  # which position turns each column of a table
     query_scales: torch.Tensor | None  # [num_positions, ...] q's scales by position
     layers: list[Layer]
-    final_norm: torch.Tensor
-    head_norm: torch.Tensor  # the final norm with the logit scale
-    head: Linear
     adapters: LayerAdapters | None = None  # None unless there is room for adapters
 
-    def __post_init__(self) -> None:
-        self.embed_scale = float(torch.tensor(self.spec.embed_scale, dtype=self.numerics.dtype))
+    def run(
+        self,
+        h: torch.Tensor,
+        batch: ForwardBatch,
+        caches: Sequence[LayerCache],
+        layer_inputs: torch.Tensor | None = None,  # with spec.layer_embed_size
+    ) -> torch.Tensor:
+        """Change [num_tokens, hidden] in place to what leaves the last layer, and return it.
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
+        Writes keys, values and states of the tokens into the caches."""
         eps = self.spec.norm_eps
-        ropes = self._ropes(batch)
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
-        h = self._embedded(batch)
-        layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(self._own_tokens(batch), h)
-        step = ForwardStep(batch, ropes, query_scales, layer_inputs)
+        step = ForwardStep(batch, self._ropes(batch), query_scales, layer_inputs)
         layers = self.layers
         if batch.adapters is not None:
             assert self.adapters is not None
@@ -93,7 +87,29 @@ class Decoder:
         parts = zip(tables, self.rope_axes, strict=True)
         return [rows(rope_table_of_step(table, axes, positions), each) for table, axes in parts]
 
-    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+
+@dataclass(eq=False, kw_only=True)
+class Decoder(LayerStack):
+    """A decoder-only model, or one rank's share of it: layers between an embedding and an output head."""
+
+    embed: Any  # [own tokens, hidden], as kernels have it
+    embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
+    position_embed: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
+    layer_embed: LayerEmbedding | None  # None without spec.layer_embed_size
+    final_norm: torch.Tensor
+    head_norm: torch.Tensor  # the final norm with the logit scale
+    head: Linear
+
+    def __post_init__(self) -> None:
+        self.embed_scale = float(torch.tensor(self.spec.embed_scale, dtype=self.numerics.dtype))
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
+        h = self.embedded(batch)
+        layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(self._own_tokens(batch), h)
+        return self.run(h, batch, caches, layer_inputs)
+
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden] of the token embedding, with positions if they are learned."""
         h = self.embed_tokens(batch.token_ids, self.embed_scale)
         if self.position_embed is not None:
@@ -115,7 +131,13 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Map `forward`'s [n, hidden] to [n, vocab], or a rank's `spec.token_ids`. Writes them into `out`, float32,
         if given (Triton backend)."""
-        logits, cap = self.head.logits(hidden, self.head_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
+        return self.logits_after(hidden, self.head_norm, self.spec.norm_eps, out)
+
+    def logits_after(
+        self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same with another norm before the output head. Its weight has the logit scale."""
+        logits, cap = self.head.logits(hidden, norm, eps, out), self.spec.logit_soft_cap
         return self.kernels[SOFT_CAP](logits, cap) if cap else logits
 
 

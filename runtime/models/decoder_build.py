@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.operations import ZEROS_LIKE
 from runtime.kernels.table import select
-from runtime.models.decoder import Decoder, Layer, Mlp
+from runtime.models.decoder import Decoder, Layer, LayerStack, Mlp
 from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
@@ -72,10 +73,16 @@ def build_decoder(
     communicator: Communicator | None = None,  # the spec's rank's
 ) -> Decoder:
     """A decoder of the parameters that `read` returns."""
-    kernels, ranks = select(numerics, spec), communicator or OneRank()
-    maps = LinearMaps(spec, kernels, weight_formats(spec, numerics), read)
-    builder = LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
-    return builder.decoder(numerics, ranks)
+    ranks = communicator or OneRank()
+    return layer_builder(spec, numerics, num_positions, read, ranks).decoder(numerics, ranks)
+
+
+def layer_builder(
+    spec: DecoderSpec, numerics: Numerics, num_positions: int, read: ReadWeight, communicator: Communicator
+) -> LayerBuilder:
+    """A builder for a decoder, or for the layers of a head, with kernels of their own."""
+    maps = LinearMaps(spec, select(numerics, spec), weight_formats(spec, numerics), read)
+    return LayerBuilder(sharded(maps, communicator, numerics.rank_invariant), num_positions)
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:
@@ -93,29 +100,34 @@ class LayerBuilder:
 
     def decoder(self, numerics: Numerics, ranks: Communicator) -> Decoder:
         """The whole decoder."""
-        maps, device = self.maps, numerics.device
-        table = partial(rope_table, num_positions=self.num_positions, dtype=numerics.dtype)
-        scales = query_scale_table(self.ropes[0][0], self.num_positions)
-        embed = maps.embedding()
+        embed = self.maps.embedding()
         positions, layer_embed = self.positions(), self.layer_embed()
-        layers = [self.layer(i) for i in range(self.spec.num_layers)]
+        layers = self.stack(numerics, ranks)
         final_norm, head_norm = self.final_norms()
         return Decoder(
-            self.spec,
-            numerics,
-            maps.kernels,
-            ranks,
-            embed.table,
-            embed.lookup,
-            positions,
-            layer_embed,
+            **{field.name: getattr(layers, field.name) for field in fields(layers)},
+            embed=embed.table,
+            embed_tokens=embed.lookup,
+            position_embed=positions,
+            layer_embed=layer_embed,
+            final_norm=final_norm,
+            head_norm=head_norm,
+            head=self.maps.head(embed.table),
+        )
+
+    def stack(self, numerics: Numerics, ranks: Communicator) -> LayerStack:
+        """All layers, without embedding, final norm and head."""
+        table = partial(rope_table, num_positions=self.num_positions, dtype=numerics.dtype)
+        scales, device = query_scale_table(self.ropes[0][0], self.num_positions), numerics.device
+        return LayerStack(
+            spec=self.spec,
+            numerics=numerics,
+            kernels=self.maps.kernels,
+            communicator=ranks,
             ropes=[table(rope, head_dim).to(device) for rope, head_dim in self.ropes],
             rope_axes=[rope_axes(rope, head_dim).to(device) for rope, head_dim in self.ropes],
             query_scales=None if scales is None else scales.to(device),
-            layers=layers,
-            final_norm=final_norm,
-            head_norm=head_norm,
-            head=maps.head(embed.table),
+            layers=[self.layer(i) for i in range(self.spec.num_layers)],
         )
 
     def positions(self) -> torch.Tensor | None:
@@ -136,7 +148,7 @@ class LayerBuilder:
 
     def final_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The final norm, and that with the logit scale."""
-        final_norm = self._norm("final_norm")
+        final_norm = self.norm("final_norm")
         if self.spec.logit_scale == 1.0:
             return final_norm, final_norm
         return final_norm, final_norm.float() * self.spec.logit_scale  # applied in float32, before the head
@@ -144,7 +156,7 @@ class LayerBuilder:
     def layer(self, index: int) -> Layer:
         """A layer."""
         spec, maps, prefix = self.spec.layers[index], self.maps, f"layers.{index}."
-        norms = {name: self._norm(prefix + name) for name in spec.norms}
+        norms = {name: self.norm(prefix + name) for name in spec.norms}
         mixer, post_ffn_norm = self._mixer(spec.mixer, prefix), norms.get("post_ffn_norm")
         feed_forward: Mlp | ExpertLayer
         if spec.ffn.experts is None:
@@ -179,7 +191,7 @@ class LayerBuilder:
     def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
         gate_up, down = (self.maps.linear(prefix, name) for name in ("dense_gate_up", "dense_down"))
         before, dense_norm, expert_norm = (
-            self._norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
+            self.norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
         )
         kernels = self.maps.kernels
         norms = before, dense_norm, expert_norm, post_norm
@@ -187,8 +199,9 @@ class LayerBuilder:
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
-        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.gate_by)
+        return LayerInput(index, gate, out, self.norm(f"{prefix}post_layer_norm"), self.maps.kernels.gate_by)
 
-    def _norm(self, name: str) -> torch.Tensor:
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weight."""
         weight = self.dense(name)
         return weight if self.spec.norm == "rms" else torch.stack((weight, self.dense(f"{name}_bias")))

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime.base.config import EngineConfig
+from runtime.base.config import HEAD, MTP, EngineConfig
 from runtime.base.images import Image, ImageInfo
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.head_spec import HeadSpec
@@ -33,6 +33,8 @@ from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
+from runtime.models.heads.build import DrawnHead
+from runtime.models.heads.find import checkpoint_head, folder_head
 from runtime.models.heads.head import DraftHead
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.towers.specs import tower_spec
@@ -86,21 +88,27 @@ class ModelSource(Protocol):
     def kv_scales(self) -> torch.Tensor | None:
         """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None if all are 1."""
 
+    def head(self, draft: str | None) -> HeadSource | None:
+        """The head that the setting `draft` names; None if it names none.
+
+        Raises CallboardError for a head that the model cannot have."""
+
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """A function that reads the tokens for grammars, which takes a while; None if the model serves no grammars."""
 
-    def head(self, draft: str | None) -> HeadSource | None:
-        """The head that the setting `draft` names; None if it names none."""
-
 
 class HeadSource(Protocol):
-    """A head that describes itself before its weights are read."""
+    """A head that drafts within its target's steps. It describes itself before its weights are read."""
 
-    spec: HeadSpec
-    fingerprint: str
+    @property
+    def spec(self) -> HeadSpec: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies these weights, on any machine."""
 
     def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
-        """Read the weights. `spec` is this source's, or one rank's share."""
+        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
 
 
 class Tower(Protocol):
@@ -209,7 +217,10 @@ class CheckpointSource:
         return read_kv_scales(self.checkpoint, self.spec)
 
     def head(self, draft: str | None) -> HeadSource | None:
-        return None
+        if draft == MTP:
+            config, tensors = self.checkpoint.config, self._tensors
+            return checkpoint_head(config, tensors, self.fingerprint, self.spec, self.weight_map)
+        return folder_head(Path(draft.removeprefix(HEAD)), self.spec) if draft and draft.startswith(HEAD) else None
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
@@ -227,6 +238,7 @@ class DummySource:
     weight_map: WeightMap = phi.WEIGHT_MAP  # names for fused maps and for Llama's maps
     tower: TowerSpec | None = None
     image_token_id: int = 1
+    draft_head: HeadSpec | None = None  # what draft=mtp names
 
     @property
     def fingerprint(self) -> str:
@@ -249,11 +261,11 @@ class DummySource:
         shape = self.num_labels, self.spec.hidden_size
         return torch.randn(shape, generator=generator).to(device) if self.num_labels else None
 
-    def head(self, draft: str | None) -> HeadSource | None:
-        return None
-
     def kv_scales(self) -> None:
         return None
+
+    def head(self, draft: str | None) -> HeadSource | None:
+        return None if self.draft_head is None or draft != MTP else DrawnHead(self.draft_head, self.seed)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         vocabulary = self.vocabulary

@@ -44,6 +44,8 @@ class DecoderSpec:
     logit_soft_cap: float = 0.0  # scaled logits become cap * tanh(logit / cap); 0 for none
 
     draft_layers: tuple[LayerSpec, ...] = ()  # a head's, which follow in the KV cache (head_spec.py)
+    lent: frozenset[str] = frozenset()  # parameters of a head that are its target's, such as embed
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()  # (name, shape) of a head's maps and norms besides its layers
 
     # Schemes (runtime.quant.scheme) for the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -179,7 +181,7 @@ class DecoderSpec:
         for i, layer in enumerate(self.layers):
             own = layer.shapes(hidden, has_norm_bias, self.linears(i))
             shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
-        return shapes
+        return {name: shape for name, shape in shapes.items() if name not in self.lent} | dict(self.others)
 
     def check(self, config: EngineConfig) -> None:
         """Raise CallboardError if `config` needs something that this model cannot do. Needs no weights."""
