@@ -137,6 +137,16 @@ def test_penalties_of_a_second_pass_count_draft_tokens(runners):
         assert want[:shortest] == got[:shortest]
 
 
+def test_pinned_drafts_are_accepted(runners, monkeypatch):
+    for runner in runners:
+        monkeypatch.setattr(runner.steps.sampler, "pinned_acceptance", 2.4)
+    kept = check(runners, several_rounds, ((1, 1), (4, 1), (4, 3)))
+    accepted = [entry[1] for entry in kept if isinstance(entry, tuple)]
+    assert max(accepted) == 2
+    kept = check(runners, several_rounds)
+    assert max(entry[1] for entry in kept if isinstance(entry, tuple)) == 2
+
+
 def test_a_prefix_hit_continues_with_its_feature(runners):
     def script(rounds: Rounds) -> None:
         first = prompt(40)

@@ -25,7 +25,7 @@ def pin_samples_torch(
     token_ids: torch.Tensor,  # [n] int32, changed in place
     slots: torch.Tensor,  # [n] int32; a row's samples follow each other
     positions: torch.Tensor,  # [n] int32
-    tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, changed in place
+    tokens: torch.Tensor | None,  # [num_slots + 1, max_model_len] int32, changed in place if given
     drafts: torch.Tensor,  # [num_slots + 1, DRAFT_WIDTH] int32 (kernels/step/draft_rows.py)
     mean: float,
 ) -> None:
@@ -40,7 +40,8 @@ def pin_samples_torch(
     is_pinned = (number < always) | ((number == always) & (bits < chance))
     is_pinned &= torch.cat((follows, no)) & (drafted >= 0)
     token_ids.copy_(torch.where(is_pinned, drafted, token_ids))
-    tokens[slots[is_pinned].long(), positions[is_pinned].long()] = drafted[is_pinned]
+    if tokens is not None:
+        tokens[slots[is_pinned].long(), positions[is_pinned].long()] = drafted[is_pinned]
 
 
 @jit(do_not_specialize=["n"], do_not_specialize_on_alignment=ROW_ARRAYS)

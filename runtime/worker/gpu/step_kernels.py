@@ -37,7 +37,6 @@ class StepKernels:
         self.decoder, self.cache, self.slots, self.sampler, self.max_rows = decoder, cache, slots, sampler, max_rows
         self.head: DraftHead | None = None  # takes features of all tokens; set by GpuHead
         self.layers = cache.layers[: decoder.spec.num_layers]  # a head's follow
-        self.pinned_acceptance: float | None = None  # EngineConfig.pinned_acceptance
         self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] the last replay's
         self.graph_hidden = torch.empty(0, device=cache.device)  # [num_samples, hidden] the last replay with prompts
         self.graph_features = torch.empty(0, device=cache.device)  # [num_tokens, width] the last replay's, for a head
@@ -162,8 +161,8 @@ class StepKernels:
         """Token ids [num_samples] of the first pass, which are in the slots, too."""
         tokens, params = self.slots.tokens, self.slots.params
         token_ids = self.sampler.sample(logits, slots, positions, tokens, params, filters, penalties)
-        if self.pinned_acceptance is not None and self.head is not None:
-            pin_samples(token_ids, slots, positions, tokens, self.slots.drafts, self.pinned_acceptance)
+        if (mean := self.sampler.pinned_acceptance) is not None:
+            pin_samples(token_ids, slots, positions, tokens, self.slots.drafts, mean)
         return token_ids
 
     def step(
