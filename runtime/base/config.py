@@ -248,7 +248,8 @@ class EngineConfig:
     draft: str | None = setting(
         None,
         "source of draft tokens, which the model verifies several per step: a smaller model with the same tokenizer, "
-        "given like `model`, or ngram, which looks them up in the request itself",
+        "given like `model`; ngram, which looks them up in the request itself; mtp, the head in the model's own "
+        "checkpoint; or the folder of a head, such as EAGLE-3",
     )
     draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto", "quantization of a draft model"
@@ -338,7 +339,12 @@ class EngineConfig:
     @property
     def has_draft_model(self) -> bool:
         """True if draft tokens come from a model."""
-        return self.draft is not None and self.draft != NGRAM
+        return self.draft is not None and self.draft not in (NGRAM, MTP) and not self.draft.startswith(HEAD)
+
+    @property
+    def has_head(self) -> bool:
+        """True if draft tokens come from a head, which runs in the model's own steps."""
+        return self.draft is not None and (self.draft == MTP or self.draft.startswith(HEAD))
 
     def draft_config(self) -> EngineConfig:
         """Return the draft model's own settings."""

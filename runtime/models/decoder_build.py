@@ -71,18 +71,24 @@ def build_decoder(
     num_positions: int,  # a request's most positions
     read: ReadWeight,
     communicator: Communicator | None = None,  # the spec's rank's
+    builder: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
 ) -> Decoder:
     """A decoder of the parameters that `read` returns."""
     ranks = communicator or OneRank()
-    return layer_builder(spec, numerics, num_positions, read, ranks).decoder(numerics, ranks)
+    return layer_builder(spec, numerics, num_positions, read, ranks, builder).decoder(numerics, ranks)
 
 
 def layer_builder(
-    spec: DecoderSpec, numerics: Numerics, num_positions: int, read: ReadWeight, communicator: Communicator
+    spec: DecoderSpec,
+    numerics: Numerics,
+    num_positions: int,
+    read: ReadWeight,
+    communicator: Communicator,
+    builder: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
 ) -> LayerBuilder:
     """A builder for a decoder, or for the layers of a head, with kernels of their own."""
     maps = LinearMaps(spec, select(numerics, spec), weight_formats(spec, numerics), read)
-    return LayerBuilder(sharded(maps, communicator, numerics.rank_invariant), num_positions)
+    return (builder or LayerBuilder)(sharded(maps, communicator, numerics.rank_invariant), num_positions)
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:

@@ -78,11 +78,15 @@ class Span:
     ends: torch.Tensor | None = None  # [num_tokens] like `lengths` for layers with whole images; None if equal
     windowed: tuple[int, bool, torch.Tensor] | None = None  # (window, whole images, mask) of the last layer with one
 
+    def seen_end(self, whole_images: bool = False) -> torch.Tensor:
+        """[num_tokens] int32: the position behind the last one that each token sees."""
+        return self.ends if whole_images and self.ends is not None else self.lengths
+
     def seen(self, window: int, whole_images: bool = False, first_key: int = 0) -> torch.Tensor:
-        """[num_tokens, 2] int32: the first position that each token sees, at most its own, and the end."""
-        ends = self.ends if whole_images and self.ends is not None else self.lengths
+        """[num_tokens, 2] int32: the first position that each token sees, below the end, and the end."""
+        ends = self.seen_end(whole_images)
         first = (self.lengths - (window or self.view.length)).clamp(min=first_key)
-        return torch.stack((torch.minimum(first, self.lengths - 1), ends), 1)
+        return torch.stack((torch.minimum(first, ends - 1), ends), 1)
 
     def hidden(self, window: int, whole_images: bool = False) -> torch.Tensor:
         """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
@@ -216,13 +220,22 @@ def attention_torch(
     for span in plan.spans:
         own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype)[..., first_key:, :].unbind(0)
         if soft_cap or sinks is not None:
-            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
+            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // max(1, own.shape[1] * k.shape[2]))
             all_hidden = span.hidden(window, whole_images)[:, first_key:]
             for part, hidden in zip(own.split(step), all_hidden.split(step), strict=True):
                 outs.append(_attend_plainly(part, hidden, k, v, scale, soft_cap, sinks))
         else:
             outs.append(_attend(own, *span.mask_within(window, q.dtype, whole_images, first_key), k, v, scale))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    return joined(outs, plan, first_key, whole_images)
+
+
+def joined(outs: list[torch.Tensor], plan: AttentionPlan, first_key: int, whole_images: bool = False) -> torch.Tensor:
+    """The spans' results as one tensor, with zeros for tokens that see nothing."""
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    if first_key:
+        ends = torch.cat([span.seen_end(whole_images) for span in plan.spans])
+        out.masked_fill_((ends <= first_key)[:, None], 0.0)
+    return out
 
 
 def _attend(

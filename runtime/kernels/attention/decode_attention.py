@@ -27,6 +27,7 @@ from runtime.kernels.attention.paged_attention import (
     find_places,
     find_row,
     first_seen,
+    first_total,
     is_inside,
     load_scales,
     load_sinks,
@@ -158,7 +159,7 @@ def _decode_attention_kernel(
     alone = (num_splits == 1) | (segments == 1)
     place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
-    total = tl.full([FORM.block_m], FORM.first_key, tl.float32)  # 1 fades to 0, unless a token sees nothing
+    total = first_total(last_visible, FORM)
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
     if FORM.fixed:
         m, total, acc = attend_range(

@@ -28,6 +28,7 @@ from runtime.kernels.attention.paged_attention import (
     PagedRows,
     find_places,
     find_row,
+    first_total,
     is_inside,
     rows_searched,
     softmax_step,
@@ -121,14 +122,14 @@ def _latent_attention_kernel(
     place = (tile * num_head_tiles + head_tile).to(tl.int64) * num_segments
 
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
-    total = tl.full([FORM.block_m], FORM.first_key, tl.float32)  # 1 fades to 0, unless a token sees nothing
+    total = first_total(q_positions, FORM)
     acc = tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32)
     if FORM.fixed:
         for segment in range(split, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_latents(
                 q, q_rope, q_positions, kv_ptr, table_ptr, segment * FORM.segment,
                 tl.minimum((segment + 1) * FORM.segment, length), tl.full([FORM.block_m], FORM.lowest, tl.float32),
-                tl.full([FORM.block_m], 0, tl.float32), tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32),
+                first_total(q_positions, FORM), tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32),
                 scale_log2, FORM,
             )  # fmt: skip
             if FORM.split:
@@ -226,7 +227,7 @@ def _merge_latents_kernel(
     for token in range(count):
         lane = token * FORM.heads + head % FORM.heads
         m = tl.full([1], FORM.lowest, tl.float32)
-        total = tl.full([1], FORM.first_key, tl.float32)
+        total = tl.zeros([1], tl.float32)
         acc = tl.full([1, FORM.part], 0, tl.float32)
         for first in range(0, segments, FORM.merge):
             for i in tl.static_range(tl.constexpr(FORM.merge)):  # their loads are in flight together

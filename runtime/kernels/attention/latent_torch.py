@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.attention.attention_torch import AttentionPlan, Softmax, Span, attend_chunks
+from runtime.kernels.attention.attention_torch import AttentionPlan, Softmax, Span, attend_chunks, joined
 from runtime.kernels.linear.linear_torch import Product
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 
@@ -118,7 +118,7 @@ def latent_attention_torch(
         own, latents = q[span.start : span.stop], span.view.read_vectors(kv)[0, :, 0, first_key:]
         attend = _expanded if len(own) >= _LEAST_EXPANDED and span.view.num_rows == 1 else _absorbed
         outs.append(attend(own, latents, span, up, scale, first_key))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    return joined(outs, plan, first_key)
 
 
 def _absorbed(

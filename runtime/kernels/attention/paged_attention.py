@@ -27,7 +27,7 @@ class AttentionForm(NamedTuple):
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
     sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
     whole_images: bool = False  # tokens see all positions up to `last_visible`
-    first_key: int = 0  # first position that any token sees, 0 or 1; a draft head has no entry for position 0
+    first_key: int = 0  # first position that any token sees: 0, or 1 where position 0 holds nothing (draft heads)
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def paged_attention_torch(
         if whole_images and rows.last_visible is not None:
             last = rows.last_visible[first:end, None]
         lowest = (queries - (window or length) + 1).clamp(min=first_key)
-        hidden = (keys > last) | (keys < torch.minimum(lowest, queries))  # a softmax over nothing would be NaN
+        hidden = (keys > last) | (keys < torch.minimum(lowest, last))  # a softmax over nothing would be NaN
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(wide).view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - first, 1)), -1)
@@ -178,6 +178,15 @@ def load_scales(pointers, inside):
     """Keys' and values' scales of tokens, zeros where not inside."""
     both = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
     return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def first_total(last_visible, FORM: tl.constexpr):
+    """A running softmax's weight sum before all positions: 1 for a token that sees nothing, so its result is 0."""
+    total = tl.full(last_visible.shape, 0, tl.float32)
+    if FORM.first_key > 0:
+        total = (last_visible < FORM.first_key).to(tl.float32)
+    return total
 
 
 @jit

@@ -31,6 +31,7 @@ from runtime.kernels.attention.paged_attention import (
     add_sinks,
     attend_range,
     find_row,
+    first_total,
     load_sinks,
     rows_searched,
     token_scales,
@@ -140,7 +141,7 @@ def _prefill_attention_kernel(
         q = prepare_q(q, scales_ptr, kv_head, scale_log2, tl.constexpr(FORM.scales))
         scale_log2 = 1.0
     m = tl.full([FORM.block_m], -1e30, tl.float32)
-    total = tl.full([FORM.block_m], FORM.first_key, tl.float32)  # 1 fades to 0, unless a token sees nothing
+    total = first_total(last_visible, FORM)
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
 
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride

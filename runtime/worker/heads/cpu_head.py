@@ -4,7 +4,7 @@
     extend                            a+1 .. b+1    token of each position, with the target's feature of the one before
     first row after a hit             a .. b+1      position a has the feature that its prefix's last block left
     draft 1                           q+1           from the extend's row at q, the last accepted sample
-    single passes                     q+1, q+2 ..   token of each draft, with the pass's own result in place of a feature
+    single passes                     q+1, q+2 ..   each draft token, with the last pass's result in place of a feature
 
 Entries after q are overwritten: the next extend covers the positions after q again.
 """
@@ -128,7 +128,8 @@ class CpuHead:
     def _blocks(self, slots: Slots, rows: Int32s, index: IntArray) -> IntArray:
         """Ids of the blocks at these indices in slots' tables."""
         group = self.features.group
-        return slots.tables[group, rows, index].astype(np.int64) // slots.factors[group]
+        blocks: IntArray = slots.tables[group, rows, index].astype(np.int64) // slots.factors[group]
+        return blocks
 
     def _features_before(
         self, extend: ExtendRows, slots: Slots, combined: torch.Tensor, first: IntArray, last: IntArray
@@ -148,8 +149,8 @@ class CpuHead:
         return combined.index_select(0, _upload(index, combined))
 
     def _draft(self, count: int, x: torch.Tensor, rows: Int32s, positions: Int32s, slots: Slots) -> bool:
-        """Draft tokens after the samples at `positions` [n] in slots `rows`, from the extend's results [n, hidden_size].
-        Returns False if a value is not finite."""
+        """Draft tokens after the samples at `positions` [n] in slots `rows` [n], from the extend's results `x`
+        [n, hidden_size]. Returns False if a value is not finite."""
         finite = True
         for number in range(count):
             positions = positions + 1
@@ -172,7 +173,7 @@ class CpuHead:
         return logits.clamp(min=MASKED_LOGIT) if self.head.spec.num_ids else logits
 
     def _single(self, x: torch.Tensor, rows: Int32s, positions: Int32s, slots: Slots) -> torch.Tensor:
-        """[n, hidden_size] of one more pass for the tokens at `positions`, from the last pass's results in this order."""
+        """[n, hidden_size] of one more pass for the tokens at `positions`, from the last pass's results `x`."""
         ones = np.ones_like(rows)
         step = self._input(StepPlan(0, EMPTY, [], EMPTY_TABLE, rows, positions, ones, ones), slots)
         last = _upload(step.last, x)

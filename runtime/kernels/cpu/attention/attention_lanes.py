@@ -26,6 +26,7 @@ from runtime.kernels.llvm.language import (
     minimum,
     number,
     variable,
+    when,
     where,
     zeros,
 )
@@ -77,8 +78,10 @@ class Lanes:
         for head in loop(0, tile.heads):
             if sinks is not None:
                 self._tops.store(head * LANES, sinks.load(head).repeat(LANES))
-            if sinks is not None or self.bounds.first_key:  # without sinks, it fades to 0 unless a token sees nothing
                 self._totals(head).store(0, number(1.0, f32(LANES)))
+            elif self.bounds.first_key:  # a token that sees nothing gets zeros
+                with when(tile.end_seen(number(0, i64)) <= self.bounds.first_key):
+                    self._totals(head).store(0, number(1.0, f32))
             for first, count in vectors(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]

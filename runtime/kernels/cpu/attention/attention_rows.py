@@ -84,13 +84,15 @@ class Rows:
         for i in loop(0, count * LANES, LANES):
             self._tops.store(i, number(LOWEST, f32(LANES)))
             self._totals.store(i, zeros(f32(LANES)))
-            if self.bounds.first_key:  # fades to 0, unless the token sees nothing
-                self._totals.store(i, number(1.0, f32))
         if sinks is not None:
             for head in loop(0, tile.heads):
                 for query in loop(head * tile.count, (head + 1) * tile.count):
                     self._tops.store(query * LANES, sinks.load(head).repeat(LANES))
                     self._totals.store(query * LANES, number(1.0, f32))
+        elif self.bounds.first_key:  # a token that sees nothing gets zeros
+            with when(tile.end_seen(number(0, i64)) <= self.bounds.first_key):
+                for head in loop(0, tile.heads):
+                    self._totals.store(head * tile.count * LANES, number(1.0, f32))
         for i in loop(0, count * self.size, LANES):
             self._sums.store(i, zeros(f32(LANES)))
 
