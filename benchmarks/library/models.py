@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from runtime.base.model.attention_spec import AttentionSpec
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
+from runtime.base.model.layer_spec import PRE_NORMS
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
@@ -65,3 +69,20 @@ def tower_of(model: str) -> TowerSpec | None:
 def spec_of(model: str) -> DecoderSpec:
     """The spec of a name in CONFIGS."""
     return load_spec(CONFIGS[model])[0]
+
+
+def eagle3_head(target: DecoderSpec, num_ids: int = 32_000) -> HeadSpec:
+    """The shape of an EAGLE-3 head with a layer like the target's first, as published for Llama-3.1-8B."""
+    hidden, layer = target.hidden_size, target.layers[0]
+    assert isinstance(layer.mixer, AttentionSpec)
+    norms = {"embed_norm": (hidden,), "hidden_norm": (hidden,)}
+    decoder = replace(
+        target,
+        layers=(replace(layer, mixer=replace(layer.mixer, first_key=1, input_factor=2), norms=PRE_NORMS[1:]),),
+        quantization=None,
+        tied_head=False,
+        lent=frozenset(("embed", "head")),
+        others=(("fc.weight", (hidden, 3 * hidden)), *norms.items(), ("draft_head", (num_ids, hidden))),
+    )
+    taps = (2, target.num_layers // 2, target.num_layers - 3)
+    return HeadSpec("eagle3", decoder, hidden, taps, own_head=True, num_ids=num_ids)

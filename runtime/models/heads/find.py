@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.base.model.decoder_spec import DecoderSpec
@@ -78,8 +77,3 @@ def checkpoint_head(
 ) -> CheckpointHead:
     """The head that a target's checkpoint brings. Raises CallboardError, with a name, if it has none that runs."""
     raise CallboardError("draft is mtp, which this build cannot load yet.")
-
-
-def folder_head(path: Path, target: DecoderSpec) -> CheckpointHead:
-    """The head in a folder of its own, such as EAGLE-3. Raises CallboardError, with a name, if it does not fit."""
-    raise CallboardError(f"{path} has no head that this build can load.")
