@@ -101,10 +101,10 @@ class Disk:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        self._socket = ours  # requests wait in it until the keeper reads them
         with theirs:
             command = start.command("runtime.tier.disk.keeper", str(theirs.fileno()), self._arguments)
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._socket = ours
 
     def replace(self, code: int) -> subprocess.Popen[bytes]:
         """Start another keeper, since the last one has ended with this code."""
