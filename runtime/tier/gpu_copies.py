@@ -11,10 +11,10 @@ Without a GPU, under Triton's interpreter, streams do nothing, and all ends at o
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -29,6 +29,7 @@ from runtime.tier.copies import Batch, TierCopier
 from runtime.tier.pinning import Pinned
 from runtime.tier.region import Region
 from runtime.tier.sums import key_sums
+from runtime.worker.cuda_driver import call
 
 _LANES = 2  # lanes for stores, and as many for loads
 _COPIERS = 4  # threads that copy through bounces
@@ -90,6 +91,14 @@ class _Lane:
         """A context with kernels and copies on the lane's stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
+    def copy(self, to: int, source: int, num_bytes: int) -> None:
+        """Queue a copy between two addresses, on the device or pinned."""
+        if self.stream is None:
+            ctypes.memmove(to, source, num_bytes)
+        else:
+            addresses = ctypes.c_uint64(to), ctypes.c_uint64(source)
+            call("cuMemcpyAsync", *addresses, ctypes.c_size_t(num_bytes), ctypes.c_void_p(self.stream.cuda_stream))
+
     def record(self, job: _Job) -> None:
         """The job's copies so far are all of the device's."""
         if job.done is not None:
@@ -140,8 +149,8 @@ class GpuCopier(TierCopier):
         for part in batch.cut(self._most):
             lane, size = next(self._store_lanes), part.size
             job, slots = lane.job(part), lane.staging[: len(part.numbers)]
-            unpinned = set(np.flatnonzero(part.slots >= self.pinned.num_slots).tolist())
-            if unpinned:
+            unpinned = part.slots >= self.pinned.num_slots
+            if unpinned.any():
                 for earlier in list(lane.jobs):
                     earlier.wait()  # a thread may still read the bounce
             if compute is not None:
@@ -154,24 +163,15 @@ class GpuCopier(TierCopier):
                 lane.stream.wait_stream(compute)
             with lane.on():
                 job.results.copy_(slot_sums_triton(slots, size), non_blocking=True)
-                for i, slot in enumerate(part.slots.tolist()):
-                    self._host_row(lane, slot, i, unpinned)[:size].copy_(slots[i, :size], non_blocking=True)
+                self._copy_slots(lane, part, unpinned, is_store=True)
             lane.record(job)
-            if unpinned:
+            if unpinned.any():
                 job.work = self._storer.submit(self._copy_out, lane, job, unpinned)
             lane.jobs.append(job)
 
-    def _host_row(self, lane: _Lane, slot: int, i: int, unpinned: set[int]) -> torch.Tensor:
-        """The pinned memory for a slot: its own, or the lane's."""
-        if i not in unpinned:
-            return self.payload[slot]
-        assert lane.bounce is not None
-        return lane.bounce[i]
-
     @torch.inference_mode()
-    def _copy_out(self, lane: _Lane, job: _Job, unpinned: set[int]) -> None:
+    def _copy_out(self, lane: _Lane, job: _Job, unpinned: NDArray[np.bool_]) -> None:
         """Copy from the bounce to the slots, in a thread."""
-        assert lane.bounce is not None
         if job.done is not None:
             job.done.synchronize()
         self._bounce(lane, job.batch, unpinned, is_store=True)
@@ -186,19 +186,18 @@ class GpuCopier(TierCopier):
             job = lane.job(part)
             # The lanes belong to the thread until its last load has begun.
             if self.pinned.is_whole and (self._last_load is None or self._last_load.done()):
-                self._copy_in(lane, job, set(), earlier_plans)
+                self._copy_in(lane, job, part.slots < 0, earlier_plans)
             else:
-                unpinned = set(np.flatnonzero(part.slots >= self.pinned.num_slots).tolist())
+                unpinned = part.slots >= self.pinned.num_slots
                 job.work = self._last_load = self._loader.submit(self._copy_in, lane, job, unpinned, earlier_plans)
             lane.jobs.append(job)
 
     @torch.inference_mode()
-    def _copy_in(self, lane: _Lane, job: _Job, unpinned: set[int], earlier_plans: Any) -> None:
+    def _copy_in(self, lane: _Lane, job: _Job, unpinned: NDArray[np.bool_], earlier_plans: Any) -> None:
         """Queue a load's copies. A thread first fills the bounce."""
         batch, size, slots = job.batch, job.batch.size, lane.staging[: len(job.batch.numbers)]
         expected = self.region.sums(self.rank, batch.slots) ^ key_sums(batch.keys)
-        if unpinned:
-            assert lane.bounce is not None
+        if unpinned.any():
             if lane.stream is not None:
                 lane.stream.synchronize()  # the bounce is free
             self._bounce(lane, batch, unpinned, is_store=False)
@@ -207,8 +206,7 @@ class GpuCopier(TierCopier):
                 lane.stream.wait_event(earlier_plans)
             arguments = np.concatenate((batch.starts, expected.view(np.int64)[None]))
             *starts, sums = job.arguments(arguments, self._device)
-            for i, slot in enumerate(batch.slots.tolist()):
-                slots[i, :size].copy_(self._host_row(lane, slot, i, unpinned)[:size], non_blocking=True)
+            self._copy_slots(lane, batch, unpinned, is_store=False)
             fits, first = slot_sums_triton(slots, size) == sums, 0
             for runs, own in zip(batch.runs, starts, strict=True):
                 scatter_runs_triton(runs, own, slots, first, fits)
@@ -216,13 +214,39 @@ class GpuCopier(TierCopier):
             job.results.copy_(fits.long(), non_blocking=True)
         lane.record(job)
 
-    def _bounce(self, lane: _Lane, batch: Batch, unpinned: set[int], is_store: bool) -> None:
-        """Copy between the bounce and slots, in several threads. torch would start threads of its own for each slot."""
+    # ---- both -------------------------------------------------------------------------------------------------------
+
+    def _copy_slots(self, lane: _Lane, batch: Batch, unpinned: NDArray[np.bool_], is_store: bool) -> None:
+        """Queue copies between staging and the slots' pinned memory: their own, or rows of the bounce in their order.
+
+        Slots lie in no order, so each takes a call of the driver; torch would take ten times as long. Neighbours in
+        the bounce share one, with the rows' unused ends."""
+        slot_bytes, num_bytes = self.info.slot_bytes, 8 * batch.size
+        staging = lane.staging.data_ptr() + slot_bytes * np.arange(len(unpinned))
+        pinned = self.payload.data_ptr() + slot_bytes * batch.slots
+        if lane.bounce is not None:
+            pinned[unpinned] = lane.bounce.data_ptr() + slot_bytes * np.arange(np.count_nonzero(unpinned))
+        begins = np.flatnonzero(np.append(True, ~(unpinned[1:] & unpinned[:-1])))
+        sizes = np.diff(begins, append=len(unpinned)) * slot_bytes - (slot_bytes - num_bytes)
+        columns = (pinned, staging) if is_store else (staging, pinned)
+        for to, source, size in zip(*(column[begins].tolist() for column in columns), sizes.tolist(), strict=True):
+            lane.copy(to, source, size)
+
+    def _bounce(self, lane: _Lane, batch: Batch, unpinned: NDArray[np.bool_], is_store: bool) -> None:
+        """Copy between the bounce and slots, in several threads.
+
+        A thread makes one call of numpy. With a call for each slot, it waits for the interpreter's lock each time."""
         assert lane.bounce is not None
-        bounce, payload, size = lane.bounce.numpy(), self.payload.numpy(), batch.size
-        rows = [(payload[int(batch.slots[i]), :size], bounce[i, :size]) for i in unpinned]
-        parts = [rows[first::_COPIERS] for first in range(_COPIERS)]
-        for _ in self._copiers.map(partial(_copy_all, is_store=is_store), parts):
+        bounce, payload, slots, size = lane.bounce.numpy(), self.payload.numpy(), batch.slots[unpinned], batch.size
+
+        def copy(rows: slice) -> None:
+            if is_store:
+                payload[slots[rows], :size] = bounce[rows, :size]
+            else:
+                np.take(payload, slots[rows], 0, bounce[rows], "clip")
+
+        each = -(-len(slots) // _COPIERS)
+        for _ in self._copiers.map(copy, [slice(at, min(at + each, len(slots))) for at in range(0, len(slots), each)]):
             pass
 
     # ---- ends -------------------------------------------------------------------------------------------------------
@@ -260,9 +284,3 @@ class GpuCopier(TierCopier):
         for thread in (self._storer, self._loader, self._copiers):
             thread.shutdown()
         self.pinned.close()
-
-
-def _copy_all(rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]], is_store: bool) -> None:
-    """Copy from slots to rows of the bounce, or with `is_store` back."""
-    for slot, row in rows:
-        np.copyto(*((slot, row) if is_store else (row, slot)))

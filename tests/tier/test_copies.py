@@ -206,6 +206,28 @@ def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypat
     made.copier.close()
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:2])
+@pytest.mark.parametrize(("num_pinned", "num_copies"), [(128, 6), (0, 1)])
+def test_unpinned_slots_share_a_copy(num_pinned: int, num_copies: int, backend: str, tmp_path: Path, monkeypatch):
+    """A part of the plan is one copy between staging and the bounce. Pinned slots have a copy each."""
+    monkeypatch.setattr("runtime.tier.pinning.Pinned.is_whole", False)
+    copies: list[int] = []
+    made = CopiedCache(tmp_path, SPECS["bfloat16"], backend, staging=24)
+    plain = type(made.copier._lanes[0]).copy
+    monkeypatch.setattr(
+        "runtime.tier.gpu_copies._Lane.copy", lambda lane, *sizes: (copies.append(sizes[2]), plain(lane, *sizes))
+    )
+    made.copier.pinned.num_slots = num_pinned
+    want = [made.block(0, block) for block in range(1, 7)]
+    made.store([(0, block) for block in range(1, 7)], range(6))
+    made.fill(1)
+    assert all(made.load([(0, block) for block in range(11, 17)], range(6)))
+    assert len(copies) == 2 * num_copies
+    assert sum(copies) == 2 * 6 * made.region.slot_bytes
+    assert all(torch.equal(a, b) for at in range(6) for a, b in zip(made.block(0, 11 + at), want[at], strict=True))
+    made.copier.close()
+
+
 def test_memory_is_populated_before_it_is_pinned():
     """Slots have pages before the driver is asked for them."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
