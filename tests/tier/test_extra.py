@@ -125,7 +125,7 @@ def test_aborted_load_is_cut():
 
 
 def num_loads(session: TierSession) -> int:
-    """Blocks whose loads have ended, damaged ones included."""
+    """Loads that have ended, with those of damaged blocks."""
     return int(session.tier.stats()["tier_loaded_blocks"] + session.tier.stats()["tier_damaged"])
 
 
