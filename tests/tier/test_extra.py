@@ -125,7 +125,7 @@ def test_aborted_load_is_cut():
 
 
 def num_loads(session: TierSession) -> int:
-    """Loads that have ended, with those of damaged blocks."""
+    """Ended loads, good and damaged."""
     return int(session.tier.stats()["tier_loaded_blocks"] + session.tier.stats()["tier_damaged"])
 
 
