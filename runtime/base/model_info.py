@@ -27,6 +27,15 @@ class TierInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadInfo:
+    """A head that drafts within the runner's steps."""
+
+    kind: str
+    most_drafts: int  # draft tokens of a round, at most
+    step_us: tuple[tuple[int, float], ...] = ()  # (rows, time of one more draft token in each), measured at the start
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts about a loaded model for engine and fronts. The runner finds them once and sends them as plain data."""
 
@@ -52,3 +61,4 @@ class ModelInfo:
     routed_experts: tuple[int, int] | None = None  # layers with experts, and choices per token; None if not reported
     images: ImageInfo | None = None  # None for a model that takes no images
     tier: TierInfo | None = None  # None without a tier
+    head: HeadInfo | None = None  # None if the runner drafts no tokens

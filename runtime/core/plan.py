@@ -13,6 +13,9 @@ sampled tokens stay in the slot. A plan contains only tokens that no step has sa
 
 Later rows overwrite the K/V after the first rejected draft token.
 
+A head's draft tokens stay on the device: the plan has DEVICE_DRAFT in their place, and the result names them. The
+step's samples leave before the head runs.
+
 The wire form is msgpack, with the bytes of the arrays in it; nothing is pickled.
 """
 
@@ -32,6 +35,7 @@ from runtime.base.types import CallboardError, SamplingParams
 MAX_STEPS = 64  # steps in a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # new slots' bytes in a plan with several: a frame stays far below its limit
 
+DEVICE_DRAFT = -1  # stands for a draft token that the runner's head has made
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
 NO_SPANS: Int32s = np.zeros((0, 5), np.int32)
@@ -90,6 +94,7 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     encodings: list[Encoding] = []
     embeds: Int32s = EMPTY_TABLE  # [3, n] first token's index in the step, its row in the pool, number of tokens
     stores: Transfers | None = None  # read as earlier plans have left the cache
+    next_drafts: int = 0  # draft tokens that the head makes after each row that samples, for the next step
     loads: Transfers | None = None  # no row reads these blocks before a result names them
 
     @property
@@ -131,6 +136,7 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     stored: Int32s = EMPTY
     loaded: Int32s = EMPTY
     damaged: Int32s = EMPTY
+    draft_token_ids: Int32s = EMPTY  # the plan's, with the head's tokens; [] without DEVICE_DRAFT in the plan
 
     def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
         """Return the log-probabilities of token `logprob_rows[at]` that its request's `params` request."""

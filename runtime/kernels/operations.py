@@ -58,7 +58,7 @@ GATE_OUTPUT = Operation(gate_output_torch, triton=gate_output_triton)
 LATENT_UP: Operation[[_T, int], Any] = Operation(latent_up)
 LATENT_UP_OF_MAPS: Operation[[Any, Any, int], Any] = Operation(latent_up_of_maps)
 LATENT_STORE = Operation(latent_store_torch, triton=latent_store_triton)
-LATENT_ATTENTION: Operation[[_T, _T, Any, Any, float], _T] = Operation(
+LATENT_ATTENTION: Operation[[_T, _T, Any, Any, float, int], _T] = Operation(
     latent_attention_torch, exact=latent_attention_exact, triton=latent_attention_triton
 )
 ADD_ADAPTERS = Operation(add_adapters_torch, exact=add_adapters_exact, triton=add_adapters_triton)

@@ -64,6 +64,8 @@ class Decoder:
             assert self.adapters is not None
             layers = self.adapters.adapted(layers, batch.adapters)
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+            if batch.taps is not None:
+                batch.taps.take(index, h)
             layer.mixer.out.add_to(h, layer.mixer.mix(h, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
@@ -78,6 +80,8 @@ class Decoder:
                 self.kernels[MULTIPLY](h, layer.factor)
             if batch.embeds is not None:
                 batch.embeds.add_after(index, h)
+        if batch.taps is not None:
+            batch.taps.take(len(layers), h)
         return h
 
     def _ropes(self, batch: ForwardBatch) -> list[Any]:

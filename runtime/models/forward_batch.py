@@ -38,6 +38,19 @@ class Embeds(NamedTuple):
             h[self.tokens] += self.embeddings[:, start:stop]
 
 
+class Taps(NamedTuple):
+    """Copies of the hidden states that enter some layers, for a head."""
+
+    layers: Sequence[int]  # num_layers: what leaves the last one
+    out: torch.Tensor  # [num_tokens, len(layers) * hidden]
+
+    def take(self, layer: int, h: torch.Tensor) -> None:
+        """Copy the states that enter a layer, if they are wanted."""
+        for i, wanted in enumerate(self.layers):
+            if wanted == layer:
+                self.out[:, i * h.shape[1] : (i + 1) * h.shape[1]] = h
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """A step's tokens, row after row."""
@@ -50,3 +63,4 @@ class ForwardBatch:
     embeds: Embeds | None = None
     # [3, num_tokens] rotary positions by frame, row and column, where the step reaches images; None if all are equal
     rope_positions: torch.Tensor | None = None
+    taps: Taps | None = None  # None without a head that reads layers' inputs

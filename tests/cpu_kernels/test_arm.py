@@ -24,6 +24,7 @@ KERNELS = [
             "form": FLOATS,
             "group": 3,
             "window": 0,
+            "first_key": 0,
             "soft_cap": 0.0,
             "has_sinks": False,
             "has_images": False,

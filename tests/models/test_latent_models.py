@@ -24,8 +24,11 @@ RANK, ROPE, NOPE, VALUE, HEADS = 20, 6, 12, 10, 5
 
 
 @pytest.mark.parametrize("together", [1, 1 << 24])
-@pytest.mark.parametrize(("start", "count"), [(0, 200), (37, 150), (180, 1), (5, 100)])
-def test_both_forms_are_attention_over_keys_and_values(start, count, together, monkeypatch):
+@pytest.mark.parametrize(
+    ("start", "count", "first_key"),
+    [(0, 200, 0), (37, 150, 0), (180, 1, 0), (5, 100, 0), (1, 150, 1), (7, 1, 1), (5, 9, 1)],
+)
+def test_both_forms_are_attention_over_keys_and_values(start, count, first_key, together, monkeypatch):
     monkeypatch.setattr(latent_torch, "MAX_EXPANDED", together)
     torch.manual_seed(0)
     length = start + count
@@ -41,13 +44,15 @@ def test_both_forms_are_attention_over_keys_and_values(start, count, together, m
     k = torch.cat((k_and_v[..., :NOPE], latents[:, RANK:].expand(HEADS, -1, -1)), -1)
     scores = torch.einsum("thd,hld->htl", q, k) * 0.1
     seen = torch.arange(length) <= torch.arange(start, length)[:, None]
+    seen[:, :first_key] = False
+    kv[0, 0, table[0], :first_key] = torch.nan
     want = torch.einsum("htl,hld->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), k_and_v[..., NOPE:])
     numbers = np.array([start], np.int32), np.array([count], np.int32)
     for exact in (False, True):
         shape = AttentionShape(HEADS, 1, 20, 16, torch.float32, torch.device("cpu"), exact)
         up = latent_up(weight, NOPE, (lambda w: cpu_product(w, None, False, True)) if exact else None)
         attend = latent_attention_exact if exact else latent_attention_torch
-        got = attend(q, kv, plan_attention(table[None], *numbers, shape), up, scale=0.1)
+        got = attend(q, kv, plan_attention(table[None], *numbers, shape), up, 0.1, first_key)
         torch.testing.assert_close(got, want.flatten(1), rtol=1e-4, atol=1e-4)
 
 

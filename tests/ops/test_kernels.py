@@ -127,10 +127,12 @@ def steps(draw):
     st.sampled_from([0, 0, 1, 20, 70, 400]),
     st.sampled_from([0.0, 1.5]),
     st.booleans(),
+    st.sampled_from([0, 0, 1]),
 )
-def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap, has_sinks):
+def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap, has_sinks, first_key):
     group, kv_heads, dim, block_size, rows, shuffled, seed = step
     torch.manual_seed(seed)
+    rows = [(start + first_key, count) for start, count in rows]
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
     needed = [-(-(s + c) // block_size) for s, c in rows]
     blocks = np.arange(1, sum(needed) + 1)
@@ -142,12 +144,14 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
     kv = torch.randn(2, kv_heads, len(blocks) + 1, block_size, dim)
     q = torch.randn(int(counts.sum()), kv_heads * group, dim)
     sinks = torch.randn(kv_heads * group) if has_sinks else None
+    for half, garbage in zip(kv, (torch.nan, torch.inf), strict=True):
+        half[:, tables[:, 0].astype(np.int64), :first_key] = garbage
 
     want = []
     for row, (start, count) in enumerate(rows):
         own = kv[:, :, tables[row, : needed[row]].astype(np.int64)].reshape(2, kv_heads, -1, dim).double()
         for position in range(start, start + count):
-            first = max(0, position + 1 - window) if window else 0
+            first = max(first_key, position + 1 - window if window else 0)
             k, v = own[:, :, first : position + 1].repeat_interleave(group, 1)
             scores = k @ q[len(want)].double()[:, :, None] * 0.3
             scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
@@ -162,8 +166,8 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
         for _ in range(2):  # as another layer, which reuses the masks of the first
-            got = attention(q.clone(), kv, plan, AttentionForm(0.3, window, soft_cap, sinks))
+            got = attention(q.clone(), kv, plan, AttentionForm(0.3, window, soft_cap, sinks, first_key=first_key))
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         if window:
-            full = attention(q.clone(), kv, plan, AttentionForm(0.3, 0, soft_cap, sinks))
+            full = attention(q.clone(), kv, plan, AttentionForm(0.3, 0, soft_cap, sinks, first_key=first_key))
             assert (int((starts + counts).max()) > window) == (not torch.allclose(full, want, atol=2e-5, rtol=1e-4))

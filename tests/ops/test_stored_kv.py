@@ -57,7 +57,8 @@ def test_attention_reads_dequantized_values(kind, dtype):
     q = torch.randn(27, 4, 24, generator=generator).to(dtype)
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
         plan = plan_attention(tables, starts, counts, AttentionShape(4, 2, 12, 8, dtype, q.device, exact))
-        for options in ({}, {"window": 9, "soft_cap": 2.0}, {"sinks": torch.tensor([1.0, -2.0, 0.5, 3.0])}):
+        sinks = {"sinks": torch.tensor([1.0, -2.0, 0.5, 3.0])}
+        for options in ({}, {"window": 9, "soft_cap": 2.0}, sinks, {"first_key": 1}):
             got = attention(q.clone(), kv, plan, AttentionForm(0.2, **options), scales)
             want = attention(q.clone(), plain, plan, AttentionForm(0.2, **options))
             if exact and dtype != torch.float32:  # they are not rounded to the compute dtype there

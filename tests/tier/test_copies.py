@@ -1,8 +1,5 @@
 """Blocks and states through a tier: the same bits on every backend, whatever happens to the slots meanwhile."""
 
-import mmap
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +7,6 @@ import pytest
 import torch
 
 from runtime.tier.gpu_copies import GpuCopier
-from runtime.tier.pinning import Pinned
 from tests.support.engine.tier_copies import SPECS, STATE, CopiedCache, keys_of
 from tests.triton import INTERPRETING
 
@@ -189,8 +185,10 @@ def test_two_ranks_load_only_what_both_have(backend: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypatch):
-    """Some slots pass through a lane's bounce, in both directions."""
+@pytest.mark.parametrize("is_small", [True, False])
+def test_threads_copy_what_is_not_pinned(is_small: bool, backend: str, tmp_path: Path, monkeypatch):
+    """Some slots pass through a lane's bounce, in both directions, in one kernel or slot by slot."""
+    monkeypatch.setattr("runtime.tier.gpu_copies._KERNEL_BYTES", 512 << 10 if is_small else 0)
     monkeypatch.setattr("runtime.tier.pinning.Pinned.is_whole", False)
     monkeypatch.setattr("runtime.tier.pinning.Pinned._pin", lambda self: None)
     made = CopiedCache(tmp_path, SPECS["two lengths"], backend, staging=12)
@@ -204,37 +202,3 @@ def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypat
     for place, bits in zip(sources, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(made.block(*place), bits, strict=True))
     made.copier.close()
-
-
-@pytest.mark.parametrize("backend", BACKENDS[1:2])
-@pytest.mark.parametrize(("num_pinned", "num_copies"), [(128, 6), (0, 1)])
-def test_unpinned_slots_share_a_copy(num_pinned: int, num_copies: int, backend: str, tmp_path: Path, monkeypatch):
-    """A part of the plan is one copy between staging and the bounce. Pinned slots have a copy each."""
-    monkeypatch.setattr("runtime.tier.pinning.Pinned.is_whole", False)
-    copies: list[int] = []
-    made = CopiedCache(tmp_path, SPECS["bfloat16"], backend, staging=24)
-    plain = type(made.copier._lanes[0]).copy
-    monkeypatch.setattr(
-        "runtime.tier.gpu_copies._Lane.copy", lambda lane, *sizes: (copies.append(sizes[2]), plain(lane, *sizes))
-    )
-    made.copier.pinned.num_slots = num_pinned
-    want = [made.block(0, block) for block in range(1, 7)]
-    made.store([(0, block) for block in range(1, 7)], range(6))
-    made.fill(1)
-    assert all(made.load([(0, block) for block in range(11, 17)], range(6)))
-    assert len(copies) == 2 * num_copies
-    assert sum(copies) == 2 * 6 * made.region.slot_bytes
-    assert all(torch.equal(a, b) for at in range(6) for a, b in zip(made.block(0, 11 + at), want[at], strict=True))
-    made.copier.close()
-
-
-def test_memory_is_populated_before_it_is_pinned():
-    """Slots have pages before the driver is asked for them."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(1 << 20)
-        payload = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(16, -1))
-        pinned = Pinned(payload, torch.device("cpu"))
-        assert os.fstat(file.fileno()).st_blocks == 0
-        pinned._populate(payload[4:8])
-        assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 18
-        pinned.close()

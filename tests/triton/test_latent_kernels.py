@@ -11,7 +11,7 @@ from runtime.kernels.attention.latent_attention import attend_rows, latent_atten
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import PagedBatch
-from tests.support.kernels.attention_cases import rows_of
+from tests.support.kernels.attention_cases import rows_of, without_hidden
 from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
 
@@ -49,11 +49,14 @@ def test_products_of_heads(num_tokens):
 
 
 @pytest.mark.parametrize("value_dim", [9, 18])
+@pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("spans", [[(0, 70)], [(40, 1), (7, 1), (33, 65), (0, 40)]])
-def test_both_forms_of_prompts_are_equal(spans, value_dim, monkeypatch):
+def test_both_forms_of_prompts_are_equal(spans, first_key, value_dim, monkeypatch):
     """Two heads are expanded at a time. The table's entries behind the rows name no block."""
     sizes = LatentSizes(5, 32, 6)
+    spans = [(start + first_key, count) for start, count in spans]
     _, q, kv, rows = latent_case(spans, sizes)
+    kv = without_hidden(kv, rows, 0, first_key)
     q[..., :12] = torch.randn_like(q[..., :12])
     up = LatentUp(torch.randn(5, 12 + value_dim, 32) / 6, 12)
     num_short = sum(count == 1 for _, count in spans)
@@ -68,13 +71,13 @@ def test_both_forms_of_prompts_are_equal(spans, value_dim, monkeypatch):
             )
         ]  # fmt: skip
     plan = PagedBatch(len(q), parts)
-    want = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    want = latent_attention_triton(q, kv, plan, up, 0.2, first_key)
     monkeypatch.setattr(latent_expanded, "_LEAST_TOKENS", 40)
     monkeypatch.setattr(
         latent_expanded, "MOST_EXPANDED", max(2 * 18, 38) * parts[-1].num_rows * -(-rows.max_len // 16) * 16
     )
     used = mock.Mock(wraps=latent_expanded.prefill_attention)
     monkeypatch.setattr(latent_expanded, "prefill_attention", used)
-    got = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    got = latent_attention_triton(q, kv, plan, up, 0.2, first_key)
     assert used.call_count == 3
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

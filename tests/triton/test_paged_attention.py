@@ -8,16 +8,18 @@ import torch
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
 from runtime.kernels.triton_language import jit, tl
-from tests.support.kernels.attention_cases import paged_case
+from tests.support.kernels.attention_cases import paged_case, without_hidden
 
 
-def test_the_twin_is_softmax_over_each_tokens_past():
-    q, kv, rows = paged_case([(37, 1), (0, 5), (20, 3)], dtype=torch.float64)
-    got = paged_attention_torch(q, kv, rows, AttentionForm(0.1))
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_the_twin_is_softmax_over_each_tokens_past(first_key):
+    q, kv, rows = paged_case([(37, 1), (first_key, 5), (20, 3)], dtype=torch.float64)
+    kv = without_hidden(kv, rows, 0, first_key)
+    got = paged_attention_torch(q, kv, rows, AttentionForm(0.1, first_key=first_key))
     tables, starts, edges = rows.tables.numpy(), rows.starts.tolist(), rows.q_starts.tolist()
     for row, slot in enumerate(rows.slots.tolist()):
         for token in range(edges[row], edges[row + 1]):
-            seen = range(starts[row] + token - edges[row] + 1)
+            seen = range(first_key, starts[row] + token - edges[row] + 1)
             k, v = (torch.stack([x[:, tables[slot, p // 16], p % 16] for p in seen], 1) for x in kv)
             for head in range(4):
                 weights = (k[head // 2] @ q[token, head] * 0.1).softmax(0)

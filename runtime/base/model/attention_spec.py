@@ -40,6 +40,7 @@ class AttentionSpec:
     fused_qkv: bool = False  # the checkpoint has q, k and v as one tensor
     keys_as_values: bool = False  # k before its norm is v
     whole_images: bool = False  # an image's tokens see each other
+    first_key: int = 0  # first position that any token sees: 0, or 1 where position 0 holds nothing (draft heads)
     kv_source: int | None = None  # the earlier layer with its keys and values; None if it stores them
 
     @property

@@ -43,6 +43,8 @@ class DecoderSpec:
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float = 0.0  # scaled logits become cap * tanh(logit / cap); 0 for none
 
+    draft_layers: tuple[LayerSpec, ...] = ()  # a head's, which follow in the KV cache (head_spec.py)
+
     # Schemes (runtime.quant.scheme) for the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
@@ -57,8 +59,7 @@ class DecoderSpec:
     @property
     def attentions(self) -> dict[int, AttentionSpec | LatentSpec]:
         """The mixers with keys and values, by their layer."""
-        mixers = ((i, layer.mixer) for i, layer in enumerate(self.layers))
-        return {i: mixer for i, mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)}
+        return _attentions(self.layers)
 
     @property
     def rope_has_sections(self) -> bool:
@@ -134,6 +135,7 @@ class DecoderSpec:
         return replace(
             self,
             layers=tuple(layer.of_rank(shard, self.ffn_unit(i)) for i, layer in enumerate(self.layers)),
+            draft_layers=tuple(layer.of_rank(shard, 1) for layer in self.draft_layers),
             vocab_size=len(shard.vocabulary(self.vocab_size)),
             shard=shard,
             of_all_ranks=self,
@@ -245,8 +247,8 @@ class DecoderSpec:
         Sliding layers keep only their window if requests up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         parts = defaultdict[tuple[CachedShape, bool, int | None], list[int]](list)
-        sources = list(range(self.num_layers))
-        for i, mixer in self.attentions.items():
+        sources = list(range(self.num_layers + len(self.draft_layers)))
+        for i, mixer in _attentions(self.layers + self.draft_layers).items():
             if mixer.kv_source is not None:
                 sources[i] = mixer.kv_source
             else:
@@ -260,13 +262,18 @@ class DecoderSpec:
             divided = window_groups(groups, longest)
         else:
             divided = groups_of_shapes(groups, longest or 1)
-        has_shared = sources != list(range(self.num_layers))
+        has_shared = sources != list(range(len(sources)))
         return KVCacheSpec(divided, self._states(dtype), tuple(sources) if has_shared else ())
 
     @property
     def _cached_shapes(self) -> set[CachedShape]:
-        return {mixer.cached for mixer in self.attentions.values()}
+        return {mixer.cached for mixer in _attentions(self.layers + self.draft_layers).values()}
 
     def _states(self, dtype: str) -> StateGroupSpec | None:
         layers = tuple(i for i in range(self.num_layers) if i not in self.attentions)
         return None if self.states is None else self.states.state(layers, dtype)
+
+
+def _attentions(layers: tuple[LayerSpec, ...]) -> dict[int, AttentionSpec | LatentSpec]:
+    mixers = ((i, layer.mixer) for i, layer in enumerate(layers))
+    return {i: mixer for i, mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)}

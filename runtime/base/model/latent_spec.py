@@ -29,6 +29,7 @@ class LatentSpec:
     split_up: bool = False  # the checkpoint has kv_b as two maps: k_b, a head's [rank, nope_dim], and v_b
     rope: RopeSpec = _ROPE
     scale: float | None = None  # the scores' factor; None for head_dim ** -0.5
+    first_key: int = 0  # first position that any token sees: 0, or 1 where position 0 holds nothing (draft heads)
 
     num_kv_heads = 1
     kv_source = None

@@ -78,10 +78,15 @@ class Span:
     ends: torch.Tensor | None = None  # [num_tokens] like `lengths` for layers with whole images; None if equal
     windowed: tuple[int, bool, torch.Tensor] | None = None  # (window, whole images, mask) of the last layer with one
 
-    def seen(self, window: int, whole_images: bool = False) -> torch.Tensor:
-        """[num_tokens, 2] int32: the first position that each token sees, if it has a window, and the end."""
-        ends = self.ends if whole_images and self.ends is not None else self.lengths
-        return torch.stack((self.lengths - window, ends), 1)
+    def seen_end(self, whole_images: bool = False) -> torch.Tensor:
+        """[num_tokens] int32: the position behind the last one that each token sees."""
+        return self.ends if whole_images and self.ends is not None else self.lengths
+
+    def seen(self, window: int, whole_images: bool = False, first_key: int = 0) -> torch.Tensor:
+        """[num_tokens, 2] int32: the first position that each token sees, below the end, and the end."""
+        ends = self.seen_end(whole_images)
+        first = (self.lengths - (window or self.view.length)).clamp(min=first_key)
+        return torch.stack((torch.minimum(first, ends - 1), ends), 1)
 
     def hidden(self, window: int, whole_images: bool = False) -> torch.Tensor:
         """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
@@ -91,12 +96,12 @@ class Span:
         return hidden | (positions < seen[:, :1]) if window else hidden
 
     def mask_within(
-        self, window: int, dtype: torch.dtype, whole_images: bool = False
+        self, window: int, dtype: torch.dtype, whole_images: bool = False, first_key: int = 0
     ) -> tuple[torch.Tensor | None, bool]:
-        """(mask, causal) for a layer with this window."""
+        """(mask, causal) for a layer with this window. The mask begins at `first_key`."""
         whole_images = whole_images and self.ends is not None
-        if not whole_images and (not window or window >= self.view.length):
-            return self.mask, self.causal
+        if not whole_images and (not window or window >= self.view.length) and not (first_key and self.causal):
+            return self.mask if self.mask is None else self.mask[..., first_key:], self.causal
         if self.windowed is None or self.windowed[:2] != (window, whole_images):
             hidden = self.hidden(window, whole_images)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
@@ -105,7 +110,7 @@ class Span:
                 shape = self.mask.shape
                 mask = mask[:, None, None].expand(-1, shape[0] // len(mask), shape[1], -1).reshape(shape)
             self.windowed = window, whole_images, mask
-        return self.windowed[2], False
+        return self.windowed[2][..., first_key:], False
 
 
 @dataclass(slots=True)
@@ -211,16 +216,26 @@ def attention_torch(
     scales: torch.Tensor | None = None,  # a quantized cache's scales (stored_kv.py)
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
-    outs, (scale, window, soft_cap, sinks, whole_images) = [], form
+    outs, (scale, window, soft_cap, sinks, whole_images, first_key) = [], form
     for span in plan.spans:
-        own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
+        own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype)[..., first_key:, :].unbind(0)
         if soft_cap or sinks is not None:
-            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
-            for part, hidden in zip(own.split(step), span.hidden(window, whole_images).split(step), strict=True):
+            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // max(1, own.shape[1] * k.shape[2]))
+            all_hidden = span.hidden(window, whole_images)[:, first_key:]
+            for part, hidden in zip(own.split(step), all_hidden.split(step), strict=True):
                 outs.append(_attend_plainly(part, hidden, k, v, scale, soft_cap, sinks))
         else:
-            outs.append(_attend(own, *span.mask_within(window, q.dtype, whole_images), k, v, scale))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+            outs.append(_attend(own, *span.mask_within(window, q.dtype, whole_images, first_key), k, v, scale))
+    return joined(outs, plan, first_key, whole_images)
+
+
+def joined(outs: list[torch.Tensor], plan: AttentionPlan, first_key: int, whole_images: bool = False) -> torch.Tensor:
+    """The spans' results as one tensor, with zeros for tokens that see nothing."""
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    if first_key:
+        ends = torch.cat([span.seen_end(whole_images) for span in plan.spans])
+        out.masked_fill_((ends <= first_key)[:, None], 0.0)
+    return out
 
 
 def _attend(
@@ -281,15 +296,17 @@ def attention_exact(
     Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32. Products
     have one shape, sums have one length, and chunks are in order. A masked position adds an exact zero, so the result
     depends neither on other rows' lengths nor on the prompt's chunks."""
-    head_dim, (scale, window, soft_cap, sinks, whole_images) = q.shape[-1], form
+    head_dim, (scale, window, soft_cap, sinks, whole_images, first_key) = q.shape[-1], form
     pad = (0, -head_dim % _ALIGNED)
-    softmax = Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
+    softmax = Softmax(window + first_key > 0, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
     outs = []
     for span in plan.spans:
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
-        k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
+        k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)  # copies
+        k[..., :first_key, :] = v[..., :first_key, :] = 0
         attend = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(attend(rows, k, v, span.seen(window, whole_images), softmax)[..., :head_dim].flatten(1))
+        seen = span.seen(window, whole_images, first_key)
+        outs.append(attend(rows, k, v, seen, softmax)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
@@ -297,7 +314,7 @@ def attention_exact(
 class Softmax(NamedTuple):
     """A layer's kind of softmax."""
 
-    window: int
+    bounded: bool  # tokens see no position before some first one
     soft_cap: float
     by_head: bool
     sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each batch element in `attend_chunks`
@@ -335,11 +352,11 @@ def attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # shaped like k; a value's size may differ
-    seen: torch.Tensor,  # [n, 2] the first position, read with a window, and the one behind the last; at least 1
+    seen: torch.Tensor,  # [n, 2] the first position, read if bounded, and the one behind the last; at least 1
     softmax: Softmax,
 ) -> torch.Tensor:
     """[n, group, size of a value]."""
-    (n, group, _), (window, soft_cap, by_head, sinks) = q.shape, softmax
+    (n, group, _), (bounded, soft_cap, by_head, sinks) = q.shape, softmax
     if by_head and group > 1:
         heads = []
         for i in range(group):
@@ -359,7 +376,7 @@ def attend_chunks(
         if soft_cap:  # tanh(x) as 1 - 2 / (e**2x + 1): bits of exp depend on no vector width
             scores = (1 - 2 / (scores * (2 / soft_cap)).exp_().add_(1)).mul_(soft_cap)
         hidden = positions + at >= seen[:, 1:]
-        if window:
+        if bounded:
             hidden |= positions + at < seen[:, :1]
         scores.masked_fill_(hidden[:, None], -math.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))

@@ -26,6 +26,8 @@ from runtime.kernels.attention.paged_attention import (
     attend_tile,
     find_places,
     find_row,
+    first_seen,
+    first_total,
     is_inside,
     load_scales,
     load_sinks,
@@ -54,6 +56,7 @@ class DecodeForm(NamedTuple):
     segment: int  # positions per segment with `fixed`, else at least that many
     fixed: bool  # segments lie at multiples of `segment`
     window: int
+    first_key: int
     soft_cap: float
     scales: str  # none | head | token
     rows: int  # power of two, at least tile_tokens * group
@@ -123,7 +126,7 @@ def _decode_attention_kernel(
     if FORM.eager:  # requests the first tile, but for what this step's tokens put there
         places = find_places(table_ptr, begin + offsets, begin + offsets < length, FORM.block_size)
         pointers = tile_pointers(k_ptr, places, FORM.head_dim, FORM.block_d)
-        old = is_inside(begin + offsets, start - FORM.window + 1, start, FORM.window)
+        old = is_inside(begin + offsets, first_seen(start, FORM), start, FORM)
         k = load_tile(pointers, old, FORM.head_dim, FORM.block_d)
         v = load_tile(pointers + kv_stride, old, FORM.head_dim, FORM.block_d)
         k_scales, v_scales = None, None
@@ -156,7 +159,7 @@ def _decode_attention_kernel(
     alone = (num_splits == 1) | (segments == 1)
     place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
-    total = tl.full([FORM.block_m], 0, tl.float32)
+    total = first_total(last_visible, FORM)
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
     if FORM.fixed:
         m, total, acc = attend_range(
@@ -188,6 +191,8 @@ def _decode_attention_kernel(
         if FORM.eager:
             positions = begin + offsets
             new = (positions >= start) & (positions < end)
+            if FORM.first_key > 0:
+                new &= positions >= FORM.first_key
             k = tl.where(new[:, None], load_tile(pointers, new, FORM.head_dim, FORM.block_d), k)
             v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, FORM.head_dim, FORM.block_d), v)
             if FORM.scales == "token":
@@ -300,7 +305,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """`paged_attention_torch` for rows with few tokens, or any number if deterministic; lengths do not shape the
     grid."""
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images, first_key) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -343,8 +348,8 @@ def decode_attention(
         FORM=DecodeForm(
             block_size=block_size, head_dim=head_dim, group=group, tile_tokens=tile_tokens,
             num_rows=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0, segment=segment,
-            fixed=deterministic, window=window, soft_cap=soft_cap, scales=scaling(scales), rows=tile_rows,
-            block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
+            fixed=deterministic, window=window, first_key=first_key, soft_cap=soft_cap, scales=scaling(scales),
+            rows=tile_rows, block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
             merge=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))), eager=eager, lowest=-1e30, pdl=pdl,
         ),
         num_warps=warps, num_stages=stages, **{"launch_pdl": True} if pdl else {},

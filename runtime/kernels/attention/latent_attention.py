@@ -11,6 +11,7 @@ sees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,10 +23,13 @@ from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
+    AttentionForm,
     PagedBatch,
     PagedRows,
     find_places,
     find_row,
+    first_total,
+    is_inside,
     rows_searched,
     softmax_step,
 )
@@ -62,6 +66,7 @@ class LatentTiles(NamedTuple):
     pdl: bool
     merge: int = 16  # segments loaded at a time
     lowest: float = -1e30  # lower than all scores, yet finite
+    first_key: int = 0
     window: int = 0  # this and the next two are for `softmax_step`
     soft_cap: float = 0.0
     scales: str = "none"
@@ -117,14 +122,14 @@ def _latent_attention_kernel(
     place = (tile * num_head_tiles + head_tile).to(tl.int64) * num_segments
 
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
-    total = tl.full([FORM.block_m], 0, tl.float32)
+    total = first_total(q_positions, FORM)
     acc = tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32)
     if FORM.fixed:
         for segment in range(split, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_latents(
                 q, q_rope, q_positions, kv_ptr, table_ptr, segment * FORM.segment,
                 tl.minimum((segment + 1) * FORM.segment, length), tl.full([FORM.block_m], FORM.lowest, tl.float32),
-                tl.full([FORM.block_m], 0, tl.float32), tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32),
+                first_total(q_positions, FORM), tl.full([FORM.block_m, FORM.block_rank], 0, tl.float32),
                 scale_log2, FORM,
             )  # fmt: skip
             if FORM.split:
@@ -176,7 +181,7 @@ def attend_latents(
     dims, rope_dims = tl.arange(0, FORM.block_rank)[None, :], tl.arange(0, FORM.block_rope)[None, :]
     for at in range(begin, stop, FORM.block_n):
         positions = at + tl.arange(0, FORM.block_n)
-        inside = positions < stop
+        inside = is_inside(positions, FORM.first_key, stop, FORM)
         vectors = (
             kv_ptr + (find_places(table_ptr, positions, inside, FORM.block_size) * (FORM.rank + FORM.rope))[:, None]
         )
@@ -245,6 +250,7 @@ def attend_rows(
     rows: PagedRows,
     *,
     scale: float,
+    first_key: int = 0,
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads, rank] contiguous
 ) -> torch.Tensor:
@@ -275,6 +281,7 @@ def attend_rows(
         tile_tokens=tile_tokens, num_rows=0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows),
         segment=segment, fixed=deterministic, split=splits > 1, block_m=block_m, block_n=block_n,
         block_rank=next_power_of_2(rank), block_rope=max(_TILE_ROWS, next_power_of_2(rope_dim)), part=part, pdl=pdl,
+        first_key=first_key,
     )  # fmt: skip
     options = {"launch_pdl": True} if pdl else {}
     _latent_attention_kernel[(num_tiles, head_tiles, splits)](
@@ -326,11 +333,13 @@ def latent_attention_triton(
     plan: PagedBatch,
     up: LatentUp,
     scale: float,
+    first_key: int = 0,
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """`latent_attention_torch`. Rows of many tokens use the expanded form, unless the launch is captured."""
-    absorbed = partial(_absorbed, kv=kv, up=up, scale=scale, deterministic=deterministic)
+    attend = partial(attend_rows, kv=kv, scale=scale, first_key=first_key, deterministic=deterministic)
+    absorbed = partial(_absorbed, up=up, attend=attend, deterministic=deterministic)
     *others, last = plan.parts
     first = sum(rows.num_tokens for rows in others)  # one-token rows
     if deterministic or not can_expand(q, kv, last, len(q) - first, up):
@@ -338,17 +347,17 @@ def latent_attention_triton(
     out = q.new_empty((len(q), q.shape[1], up.weight.shape[1] - up.nope_dim))
     if others:
         out[:first] = absorbed(q[:first], others)
-    attend_expanded(q, kv, last, up, first, scale=scale, out=out)
+    attend_expanded(q, kv, last, up, first, form=AttentionForm(scale, first_key=first_key), out=out)
     return out.flatten(1)
 
 
 def _absorbed(
-    q: torch.Tensor, parts: list[PagedRows], kv: torch.Tensor, up: LatentUp, scale: float, deterministic: bool
+    q: torch.Tensor, parts: list[PagedRows], up: LatentUp, attend: Callable[..., torch.Tensor], deterministic: bool
 ) -> torch.Tensor:
     """[num_tokens, num_heads, value_dim], as three or four kernels."""
     product = partial(head_product_triton, deterministic=deterministic)
     over_latents = product(q[..., : up.nope_dim], up.keys_weight)
     mixed = torch.empty_like(over_latents)
     for rows in parts:
-        attend_rows(over_latents, q[..., up.nope_dim :], kv, rows, scale=scale, deterministic=deterministic, out=mixed)
+        attend(over_latents, q[..., up.nope_dim :], rows=rows, out=mixed)
     return product(mixed, up.values_weight.transpose(1, 2))

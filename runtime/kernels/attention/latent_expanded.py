@@ -38,7 +38,7 @@ def attend_expanded(
     up: LatentUp,
     first: int,  # the rows' first token
     *,
-    scale: float,
+    form: AttentionForm,
     out: torch.Tensor,  # [num_tokens, num_heads, value_dim] contiguous; written from `first` on
 ) -> None:
     """`latent_attention_torch` for these rows."""
@@ -55,7 +55,7 @@ def attend_expanded(
         head_product_triton(shared, weight[:, :nope_dim].transpose(1, 2), out=k[..., :nope_dim])
         head_product_triton(shared, weight[:, nope_dim:].transpose(1, 2), out=v[..., :value_dim])
         k[..., nope_dim:] = latents[:, None, rank:]
-        mixed = prefill_attention(q[:, head : head + together], own, own_rows, AttentionForm(scale))
+        mixed = prefill_attention(q[:, head : head + together], own, own_rows, form)
         mixed = mixed.view(len(q), len(weight), head_dim)[first:, :, :value_dim]
         out[first:, head : head + together] = mixed
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.attention.attention_torch import AttentionPlan, Softmax, Span, attend_chunks
+from runtime.kernels.attention.attention_torch import AttentionPlan, Softmax, Span, attend_chunks, joined
 from runtime.kernels.linear.linear_torch import Product
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 
@@ -110,22 +110,24 @@ def latent_attention_torch(
     plan: AttentionPlan,
     up: LatentUp,
     scale: float,
+    first_key: int = 0,  # first position that any token sees (AttentionForm)
 ) -> torch.Tensor:
     """[num_tokens, num_heads * value_dim]: softmax(q k^T * scale) v over each token's past and itself."""
     outs = []
     for span in plan.spans:
-        own, latents = q[span.start : span.stop], span.view.read_vectors(kv)[0, :, 0]
+        own, latents = q[span.start : span.stop], span.view.read_vectors(kv)[0, :, 0, first_key:]
         attend = _expanded if len(own) >= _LEAST_EXPANDED and span.view.num_rows == 1 else _absorbed
-        outs.append(attend(own, latents, span, up, scale))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        outs.append(attend(own, latents, span, up, scale, first_key))
+    return joined(outs, plan, first_key)
 
 
 def _absorbed(
     q: torch.Tensor,
-    latents: torch.Tensor,  # [num_rows, length, rank + rope_dim]
+    latents: torch.Tensor,  # [num_rows, length - first_key, rank + rope_dim]
     span: Span,
     up: LatentUp,
     scale: float,
+    first_key: int,
 ) -> torch.Tensor:
     """Rows with one token each, or one row with many tokens."""
     num_tokens, num_heads, _ = q.shape
@@ -136,19 +138,21 @@ def _absorbed(
     scores = torch.bmm(over_latents.view(num_rows, -1, over_latents.shape[-1]), latents.transpose(1, 2)).mul_(scale)
     if num_rows > 1:
         assert span.mask is not None, "rows of one token have a mask"
-        scores += span.mask.view(num_rows, num_heads, -1)
+        scores += span.mask.view(num_rows, num_heads, -1)[..., first_key:]
     elif num_tokens > 1:
-        scores.view(num_tokens, num_heads, -1).masked_fill_(span.hidden(0)[:, None], -math.inf)
+        scores.view(num_tokens, num_heads, -1).masked_fill_(span.hidden(0)[:, None, first_key:], -math.inf)
     mixed = torch.bmm(scores.softmax(-1), latents[..., :rank]).view(num_tokens, num_heads, rank)
     return torch.einsum("nhr,hdr->nhd", mixed, up.values_weight).flatten(1)
 
 
-def _expanded(q: torch.Tensor, latents: torch.Tensor, span: Span, up: LatentUp, scale: float) -> torch.Tensor:
+def _expanded(
+    q: torch.Tensor, latents: torch.Tensor, span: Span, up: LatentUp, scale: float, first_key: int
+) -> torch.Tensor:
     """One row of many tokens."""
     num_tokens, num_heads, head_dim = q.shape
     (_, head_rows, rank), (_, length, _) = up.weight.shape, latents.shape
     together = max(1, MAX_EXPANDED // (length * (head_rows + head_dim)))
-    mask, causal = span.mask_within(0, q.dtype)
+    mask, causal = span.mask_within(0, q.dtype, first_key=first_key)
     outs = []
     for first in range(0, num_heads, together):
         weight = up.weight[first : first + together]
@@ -167,6 +171,7 @@ def latent_attention_exact(
     plan: AttentionPlan,
     up: LatentUp,
     scale: float,
+    first_key: int = 0,
     *,
     by_head: bool = False,  # a head's bits do not depend on the other heads here, either
 ) -> torch.Tensor:
@@ -174,14 +179,15 @@ def latent_attention_exact(
     num_tokens, rank = len(q), up.weight.shape[2]
     heads = [product(q[:, h, : up.nope_dim].contiguous()) for h, product in enumerate(up.absorb)]
     over_latents = torch.cat((torch.stack(heads, 1), q[..., up.nope_dim :]), -1).float() * scale
-    pad = (0, -over_latents.shape[-1] % _ALIGNED)
+    pad, softmax = (0, -over_latents.shape[-1] % _ALIGNED), Softmax(first_key > 0, 0.0, by_head, None)
     outs = []
     for span in plan.spans:
         rows = F.pad(over_latents[span.start : span.stop], pad)
-        k = F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad)
+        k = F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad)  # a copy
+        k[:, :first_key] = 0
         v = k[..., :rank].contiguous()
         k, v = (x.expand(len(rows), -1, -1) for x in (k, v))
-        outs.append(attend_chunks(rows, k, v, span.seen(0), Softmax(0, 0.0, by_head, None)))
+        outs.append(attend_chunks(rows, k, v, span.seen(0, first_key=first_key), softmax))
     mixed = torch.cat(outs).to(q.dtype)
     values = [product(mixed[:, h].contiguous()) for h, product in enumerate(up.values)]
     return torch.stack(values, 1).view(num_tokens, -1)

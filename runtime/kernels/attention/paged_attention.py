@@ -2,7 +2,8 @@
 
 One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. A row's position p lies in block
 tables[slot, p // block_size] at offset p % block_size. A row is a run of one request's new tokens; its k and v are
-already in the cache. The token at position p sees positions 0..p, or the last `window` of them.
+already in the cache. The token at position p sees positions `first_key`..p, or the last `window` of them.
+A token that sees nothing gets zeros.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class AttentionForm(NamedTuple):
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 disables it
     sinks: torch.Tensor | None = None  # [num_heads] float32, each head's score without key and value
     whole_images: bool = False  # tokens see all positions up to `last_visible`
+    first_key: int = 0  # first position that any token sees: 0, or 1 where position 0 holds nothing (draft heads)
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ def paged_attention_torch(
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or wider, row by row."""
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images, first_key) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     result = q.new_empty(num_tokens, num_heads * head_dim) if out is None else out
@@ -75,8 +77,8 @@ def paged_attention_torch(
         own_kv = kv[:, :, blocks].flatten(2, 3)
         if scales is not None:
             own_kv = dequantize_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
-        if window:  # blocks below the window may belong to other requests (C9)
-            own_kv[:, :, : max(0, start - window + 1)] = 0
+        # Blocks below the window may belong to other requests (C9), and nothing is stored below `first_key`.
+        own_kv[:, :, : max(first_key, start - (window or length) + 1)] = 0
         k, v = own_kv[:, :, :length].to(wide)
         own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
@@ -86,7 +88,8 @@ def paged_attention_torch(
         last = queries
         if whole_images and rows.last_visible is not None:
             last = rows.last_visible[first:end, None]
-        hidden = (keys > last) | (keys <= queries - window) if window else keys > last
+        lowest = (queries - (window or length) + 1).clamp(min=first_key)
+        hidden = (keys > last) | (keys < torch.minimum(lowest, last))  # a softmax over nothing would be NaN
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(wide).view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - first, 1)), -1)
@@ -126,15 +129,18 @@ def find_places(table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr):
 
 
 @jit
-def first_seen(q_positions, WINDOW: tl.constexpr):
-    """The first position that a token of a tile sees."""
-    return tl.min(q_positions, axis=0) - WINDOW + 1 if WINDOW > 0 else 0
+def first_seen(start, FORM: tl.constexpr):
+    """The first position that a tile's token sees; the tile's first token is at position `start`."""
+    first = FORM.first_key
+    if FORM.window > 0:
+        first = tl.maximum(start - FORM.window + 1, first) if FORM.first_key > 0 else start - FORM.window + 1
+    return first
 
 
 @jit
-def is_inside(positions, first, stop, WINDOW: tl.constexpr):
+def is_inside(positions, first, stop, FORM: tl.constexpr):
     """Positions before `stop` that a token sees: blocks below the window may belong to other requests (C9)."""
-    return (positions < stop) & (positions >= first) if WINDOW > 0 else positions < stop
+    return (positions < stop) & (positions >= first) if FORM.window + FORM.first_key > 0 else positions < stop
 
 
 @jit
@@ -172,6 +178,15 @@ def load_scales(pointers, inside):
     """Keys' and values' scales of tokens, zeros where not inside."""
     both = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
     return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def first_total(last_visible, FORM: tl.constexpr):
+    """A running softmax's weight sum before all positions: 1 for a token that sees nothing, so its result is 0."""
+    total = tl.full(last_visible.shape, 0, tl.float32)
+    if FORM.first_key > 0:
+        total = (last_visible < FORM.first_key).to(tl.float32)
+    return total
 
 
 @jit
@@ -215,6 +230,8 @@ def softmax_step(
         seen = positions[None, :] <= last_visible[:, None]
         if FORM.window > 0:
             seen &= positions[None, :] > q_positions[:, None] - FORM.window
+        if FORM.first_key > 0:
+            seen &= (positions >= FORM.first_key)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
     weight_of_one = top - WEIGHT_LOG2 if FORM.scales == "token" else top
@@ -254,10 +271,10 @@ def attend_range(
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
     if FORM.scales == "none":
-        first = first_seen(q_positions, FORM.window)
+        first = first_seen(tl.min(q_positions, axis=0), FORM)
         for at in range(begin, stop, FORM.block_n):
             positions = at + tl.arange(0, FORM.block_n)
-            inside = is_inside(positions, first, stop, FORM.window) if MASKED else None
+            inside = is_inside(positions, first, stop, FORM) if MASKED else None
             places = find_places(table_ptr, positions, inside, FORM.block_size)
             pointers = tile_pointers(k_ptr, places, FORM.head_dim, FORM.block_d)
             k = load_tile(pointers, inside, FORM.head_dim, FORM.block_d)
@@ -288,10 +305,10 @@ def _attend_quantized(
     q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
     even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
     k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    offsets, first = tl.arange(0, FORM.block_n), first_seen(q_positions, FORM.window)
+    offsets, first = tl.arange(0, FORM.block_n), first_seen(tl.min(q_positions, axis=0), FORM)
     for at in range(begin, stop, FORM.block_n):
         positions = at + offsets
-        inside = is_inside(positions, first, stop, FORM.window) if MASKED else None
+        inside = is_inside(positions, first, stop, FORM) if MASKED else None
         if FORM.block_n % FORM.block_size == 0:  # a tile begins with a block: what lies within one is the same for all
             places = find_places(table_ptr + at // FORM.block_size, offsets, inside, FORM.block_size)
         else:

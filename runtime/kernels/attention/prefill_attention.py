@@ -31,6 +31,7 @@ from runtime.kernels.attention.paged_attention import (
     add_sinks,
     attend_range,
     find_row,
+    first_total,
     load_sinks,
     rows_searched,
     token_scales,
@@ -55,6 +56,7 @@ class PrefillForm(NamedTuple):
     shared: int  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
     least_segment: int  # positions, a multiple of `block_n`
     window: int
+    first_key: int
     soft_cap: float
     scales: str  # none | head | token
     block_m: int
@@ -139,11 +141,18 @@ def _prefill_attention_kernel(
         q = prepare_q(q, scales_ptr, kv_head, scale_log2, tl.constexpr(FORM.scales))
         scale_log2 = 1.0
     m = tl.full([FORM.block_m], -1e30, tl.float32)
-    total = tl.full([FORM.block_m], 0, tl.float32)
+    total = first_total(last_visible, FORM)
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
 
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, FORM.head_dim, tl.constexpr(FORM.scales))
+    if FORM.first_key > 0 and FORM.window == 0:  # no token sees all of the first tile
+        rest = tl.minimum(begin + FORM.block_n, seen_by_all)
+        m, total, acc = attend_range(
+            q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, rest, m, total, acc,
+            scale_log2, FORM, True,
+        )  # fmt: skip
+        begin = rest
     m, total, acc = attend_range(
         q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all, m, total, acc,
         scale_log2, FORM, False,
@@ -235,7 +244,7 @@ def prefill_attention(
     """`paged_attention_torch` for rows with any number of tokens."""
     if deterministic:
         return decode_attention(q, kv, rows, form, scales, deterministic=True, out=out)
-    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
+    (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images, first_key) = q.shape, form
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -266,8 +275,8 @@ def prefill_attention(
         FORM=PrefillForm(
             block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, tile_tokens=tile_tokens,
             num_rows=rows_searched(rows.num_rows), shared=shared, least_segment=_LEAST_SEGMENT, window=window,
-            soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n, block_d=block_d,
-            merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)), pdl=pdl,
+            first_key=first_key, soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n,
+            block_d=block_d, merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)), pdl=pdl,
         ),
         **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip

@@ -52,6 +52,7 @@ class AttentionMixer(Mixer):
                 soft_cap=spec.soft_cap,
                 sinks=maps.dense(f"{prefix}sinks").float() if spec.sinks else None,
                 whole_images=spec.whole_images,
+                first_key=spec.first_key,
             ),
         )
 

@@ -57,7 +57,7 @@ class LatentMixer(Mixer):
             q = self.q_up.normed(q, self.q_norm, spec.norm_eps)
         heads = q.unflatten(1, (-1, spec.head_dim))
         self.kernels[LATENT_STORE](heads, latents, step.ropes[self.rope], kv, kv_index, self.form)
-        return self.kernels[LATENT_ATTENTION](heads, kv, rows, self.up, spec.score_scale)
+        return self.kernels[LATENT_ATTENTION](heads, kv, rows, self.up, spec.score_scale, spec.first_key)
 
 
 def _from_latents(spec: LatentSpec, maps: LinearMaps, prefix: str) -> Any:

@@ -14,7 +14,7 @@ from runtime.kernels.attention.attention_torch import AttentionShape, plan_atten
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, PagedRows, paged_attention_torch
 from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from tests.kernels.case import Case, Draw
-from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of, without_dead_blocks
+from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of, without_hidden
 
 NEAR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 FLOAT32 = {torch.float32: 5e-6}
@@ -164,7 +164,7 @@ def attention(
             setattr(rows, name, bound)
         rows.prefix_ready = ready
         rows = with_images(rows) if images else rows
-        kv = without_dead_blocks(kv, rows, form.get("window", 0))
+        kv = without_hidden(kv, rows, form.get("window", 0), form.get("first_key", 0))
         if unit:
             q, kv = exact_sums(q, kv, rows)
         scales: tuple[torch.Tensor, ...] = ()
@@ -227,7 +227,16 @@ LAYERS: list[dict[str, Any]] = [
     {"heads": (4, 2, 40), "block": 7, "stored": "int8"},
     {"heads": (8, 2, 64), "stored": "fp8"},
     {"heads": (4, 2, 36), "block": 64, "stored": "fp8", "soft_cap": 5.0},
+    {"heads": (6, 2, 24), "first_key": 1},
+    {"heads": (4, 1, 16), "block": 1, "first_key": 1, "window": 20, "soft_cap": 3.0, "sinks": True},
+    {"heads": (4, 2, 64), "stored": "int8", "first_key": 1},
 ]
+
+# A draft head's layer: position 0 is hidden. Padding is there.
+FIRST_KEY: list[dict[str, Any]] = [
+    {}, {"window": 19}, {"window": 64, "soft_cap": 2.0, "sinks": True}, {"soft_cap": 5.0}, {"stored": "int8"},
+    {"stored": "fp8", "window": 19},
+]  # fmt: skip
 
 GPU_HEADS = [(8, 8, 64), (9, 3, 64), (32, 8, 64), (6, 2, 80), (8, 2, 96), (24, 8, 128), (8, 1, 128), (4, 1, 256)]
 GPT_OSS: tuple[int, int, int] = (64, 8, 64)
@@ -279,6 +288,16 @@ ON_GPUS = [
         for form in ({}, {"window": 100, "soft_cap": 2.0})
         for spans, ready in ((LENGTHS, False), ([(70, 4), (1021, 3), (0, 4)], True), (PROMPTS[1:5], False),
                              ([(0, 1700)], False))
+    ),
+    *(
+        attention(
+            "large first key", spans, heads, ready=ready, padding=padding, near=NEAR, first_key=1, on="cuda", **form
+        )
+        for heads in ((24, 8, 128), (9, 3, 64), (4, 1, 256)) for form in FIRST_KEY
+        for spans, ready, padding in (
+            ([(n + 1, 1) for n, _ in LENGTHS], True, 3), ([(70, 4), (1, 4), (1021, 3)], True, 2),
+            ([(1, 70), (65, 333), (1500, 260)], False, 0), ([(1, 1700)], False, 0),
+        )
     ),
     *(
         attention("bits of a long row", [(0, 1700)], heads, near=NEAR, window=window, on="cuda")
@@ -349,6 +368,20 @@ CASES = [
         for kind, spans in (("decode", [(20, 1), (37, 1), (5, 1)]), ("prompts", [(20, 3), (30, 8), (0, 4)]))
         for stored, form in (("", {}), ("int8", {}), ("", {"sinks": True}))
     ),
+    *(
+        attention(
+            "first key", spans, heads, block=block, ready=ready, padding=padding, faults=(0, 0), first_key=1,
+            near=NEAR, on="torch triton llvm", **form,
+        )
+        for spans, heads, block, ready, padding in (
+            ([(1, 1), (62, 1), (133, 1), (0, 1)], (4, 2, 64), 16, False, 1),
+            ([(70, 3), (1, 3), (14, 2)], (3, 1, 24), 16, True, 0),
+            ([(1, 71), (65, 33), (0, 5)], (2, 1, 64), 3, False, 0),
+            ([(420, 20), (1, 5)], (4, 2, 32), 16, False, 0),
+        )
+        for form in FIRST_KEY
+    ),
+    attention("first key, images", [(1, 150), (70, 62)], first_key=1, images=True, on="torch triton llvm"),
     *(
         attention("images", spans, heads, block=block, images=True, on="torch triton llvm", **form)
         for spans, heads, block in (

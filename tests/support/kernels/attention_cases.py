@@ -67,14 +67,15 @@ def rows_of(rows: PagedRows, spans: list[tuple[int, int]]) -> tuple[list[int], P
     return [t for start, count in spans for t in range(start, start + count)], part
 
 
-def without_dead_blocks(kv: torch.Tensor, rows: PagedRows, window: int) -> torch.Tensor:
-    """A cache in which the blocks below the rows' windows belong to other requests, and hold NaN."""
-    if not window:
+def without_hidden(kv: torch.Tensor, rows: PagedRows, window: int, first_key: int = 0) -> torch.Tensor:
+    """A cache with NaN in the blocks below the rows' windows and, below `first_key`, in each row's first block."""
+    if not window and not first_key:
         return kv
     kv, size = kv.clone(), kv.shape[3]
     for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
-        dead = rows.tables[slot, : max(0, start - window + 1) // size].long()
+        dead = rows.tables[slot, : max(0, start - window + 1) // size if window else 0].long()
         kv[:, :, dead] = torch.nan
+        kv[:, :, rows.tables[slot, :1].long(), :first_key] = torch.nan
     return kv
 
 

@@ -4,7 +4,7 @@ A tile is up to LANES neighbouring tokens in one row. Its queries read each chun
 L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
 absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
 is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
-sees. A sink is the first score, with zeros as its value.
+sees. A sink is the first score, with zeros as its value. A token that sees nothing gets zeros.
 
 Tokens see the positions up to their own. An image's tokens may see all of the image, which the row contains."""
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from runtime.kernels.cpu.attention.attention_lanes import Lanes
 from runtime.kernels.cpu.attention.attention_rows import Rows, Tile
-from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Bounds, Chunk, seen_positions
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
@@ -51,6 +51,7 @@ def attention(
     form: KVForm,
     group: int,  # query heads per kv head
     window: int,  # positions that a token sees, itself included; 0 for all
+    first_key: int,  # first position that any token sees
     soft_cap: float,  # 0 for none
     has_sinks: bool,
     has_images: bool,  # tokens see up to last_visible
@@ -59,9 +60,10 @@ def attention(
     """Part i/n: a share of the pairs (head group, tile)."""
     begin, end = share(given.num_heads // given.heads_per_task * given.num_tiles, part, parts)
     chunk = Chunk(form, given.kv, given.scales, given.num_heads // group, given.num_positions)
-    rows = Rows(form, window, soft_cap, _FEW * max_heads)
+    bounds = Bounds(window, first_key)
+    rows = Rows(form, bounds, soft_cap, _FEW * max_heads)
     together = _heads_of_products(group)
-    lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target, has_images)
+    lanes = Lanes(form, bounds, soft_cap, max(max_heads, together), together, target, has_images)
     for task in loop(begin, end):
         head = task // given.num_tiles * given.heads_per_task
         numbers = given.tiles + task % given.num_tiles * 4
@@ -81,7 +83,7 @@ def attention(
                 stop = tile.end_seen(count - 1)
                 for index in loop(first, (stop - 1) // CHUNK + 1):
                     base = index * CHUNK
-                    chunk.read(base, *seen_positions(base, position, stop, window))
+                    chunk.read(base, *seen_positions(base, position, stop, bounds))
                     queries.attend(base, chunk)
                 queries.finish(chunk.value_scale)
 

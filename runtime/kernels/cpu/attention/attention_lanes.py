@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.kernels.cpu.attention.attention_rows import LOWEST, Tile, adjusted, quotient
-from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Bounds, Chunk, seen_positions
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part, vectors
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
@@ -26,6 +26,7 @@ from runtime.kernels.llvm.language import (
     minimum,
     number,
     variable,
+    when,
     where,
     zeros,
 )
@@ -44,14 +45,14 @@ class Lanes:
     def __init__(
         self,
         form: KVForm,
-        window: int,
+        bounds: Bounds,
         soft_cap: float,
         heads: int,  # computed by a task at most
         together: int,  # heads computed at a time
         target: Target,
         has_images: bool,
     ) -> None:
-        self.form, self.window, self.soft_cap, self.together = form, window, soft_cap, together
+        self.form, self.bounds, self.soft_cap, self.together = form, bounds, soft_cap, together
         self.size = form.num_vectors * LANES
         self.width = min(LANES, target.vector_bytes // 4)  # width of a register, in which products are computed
         registers = 12 if self.width == 8 else 16
@@ -78,6 +79,9 @@ class Lanes:
             if sinks is not None:
                 self._tops.store(head * LANES, sinks.load(head).repeat(LANES))
                 self._totals(head).store(0, number(1.0, f32(LANES)))
+            elif self.bounds.first_key:  # a token that sees nothing gets zeros
+                with when(tile.end_seen(number(0, i64)) <= self.bounds.first_key):
+                    self._totals(head).store(0, number(1.0, f32))
             for first, count in vectors(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]
@@ -87,7 +91,7 @@ class Lanes:
     def attend(self, base: Value, chunk: Chunk) -> None:
         """Add the chunk at position `base`."""
         tile = self.tile
-        begin, end = seen_positions(base, tile.position, tile.end_seen(tile.count - 1), self.window)
+        begin, end = seen_positions(base, tile.position, tile.end_seen(tile.count - 1), self.bounds)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
                 self._score(head, lane, base, chunk, begin, end)
@@ -112,17 +116,20 @@ class Lanes:
                     store_part(out, first, row.load(first, LANES) * factor, count)
 
     def _positions(self, base: Value, lane: Value) -> tuple[Value, Value]:
-        """Each token's position in the chunk, and the last one that it sees, for a register's lanes."""
+        """The position below the first one that each token sees, and the last one, for a register's lanes."""
         own = lane_numbers(self.width) + (self.tile.position - base + lane).to(i32)
-        if self._last_visible is None:
-            return own, own
-        return own, self._last_visible.load(lane, self.width) - base.to(i32).repeat(self.width)
+        below, last = own - self.bounds.window, own
+        if self.bounds.first_key:
+            least = (self.bounds.first_key - 1 - base).to(i32).repeat(self.width)
+            below = maximum(below, least) if self.bounds.window else least
+        if self._last_visible is not None:
+            last = self._last_visible.load(lane, self.width) - base.to(i32).repeat(self.width)
+        return below, last
 
     def _sees(self, at: Value, tokens: tuple[Value, Value]) -> Value:
         """The tokens that see a position of the chunk."""
-        key, (positions, last_visible) = at.to(i32).repeat(self.width), tokens
-        seen = key <= last_visible
-        return seen & (key > positions - self.window) if self.window else seen
+        key, (below, last) = at.to(i32).repeat(self.width), tokens
+        return (key <= last) & (key > below) if self.bounds.hide else key <= last
 
     def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Scores for a chunk's position groups that tokens see."""
@@ -204,14 +211,14 @@ class Lanes:
     def _add_values(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Add values times their weights."""
         tile, head_dim, step = self.tile, self.form.head_dim, self._values
-        first_end = seen_positions(base, tile.position, tile.end_seen(number(0, i64)), self.window)[1]
+        first_end = seen_positions(base, tile.position, tile.end_seen(number(0, i64)), self.bounds)[1]
         last = tile.count - 1
-        last_begin = seen_positions(base, tile.position + last, tile.end_seen(last), self.window)[0]
+        last_begin = seen_positions(base, tile.position + last, tile.end_seen(last), self.bounds)[0]
         last_begin, positions = minimum(last_begin, end), self._positions(base, lane)
         first_end = maximum(first_end, last_begin)
         parts: list[tuple[Value, Value, tuple[Value, Value] | None]]
         parts = [(last_begin, first_end, None), (first_end, end, positions)]  # seen by all tokens, and by some
-        if self.window:
+        if self.bounds.window:
             parts.insert(0, (begin, last_begin, positions))
         whole = head_dim // step * step
         for index in loop(0, whole, step) if whole else ():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Bounds, Chunk, seen_positions
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
 from runtime.kernels.llvm.language import (
     Pointer,
@@ -72,8 +72,8 @@ class Rows:
     tile: Tile
     scale: Value
 
-    def __init__(self, form: KVForm, window: int, soft_cap: float, count: int) -> None:
-        self.form, self.window, self.soft_cap = form, window, soft_cap
+    def __init__(self, form: KVForm, bounds: Bounds, soft_cap: float, count: int) -> None:
+        self.form, self.bounds, self.soft_cap = form, bounds, soft_cap
         self.size = form.num_vectors * LANES
         self._sums, self._weights = array(f32, count * self.size), array(f32, count * CHUNK)
         self._tops, self._totals, self._factors = (array(f32, count * LANES) for _ in range(3))
@@ -89,6 +89,10 @@ class Rows:
                 for query in loop(head * tile.count, (head + 1) * tile.count):
                     self._tops.store(query * LANES, sinks.load(head).repeat(LANES))
                     self._totals.store(query * LANES, number(1.0, f32))
+        elif self.bounds.first_key:  # a token that sees nothing gets zeros
+            with when(tile.end_seen(number(0, i64)) <= self.bounds.first_key):
+                for head in loop(0, tile.heads):
+                    self._totals.store(head * tile.count * LANES, number(1.0, f32))
         for i in loop(0, count * self.size, LANES):
             self._sums.store(i, zeros(f32(LANES)))
 
@@ -119,7 +123,7 @@ class Rows:
         for head in loop(0, self.tile.heads):
             for token in loop(0, self.tile.count):
                 position, stop = self.tile.position + token, self.tile.end_seen(token)
-                begin, end = seen_positions(base, position, stop, self.window)
+                begin, end = seen_positions(base, position, stop, self.bounds)
                 with when(begin < end):
                     yield head, token, head * self.tile.count + token, (begin, end)
 
@@ -140,7 +144,7 @@ class Rows:
         """-inf at hidden positions."""
         lanes, first = lane_numbers(LANES), (group * LANES).to(i32)
         hidden = lanes >= end.to(i32) - first
-        if self.window:
+        if self.bounds.hide:
             hidden = hidden | (lanes < begin.to(i32) - first)
         return where(hidden, number(float("-inf"), scores.type), scores)
 

@@ -56,7 +56,7 @@ class CompiledAttention:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attention_torch` as one kernel; its result is valid until the next call."""
-        (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images) = q.shape, form
+        (num_tokens, num_heads, head_dim), (scale, window, soft_cap, sinks, whole_images, first_key) = q.shape, form
         num_kv_heads = kv.shape[1]
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
@@ -66,8 +66,8 @@ class CompiledAttention:
         per_task = task_heads if is_even else 1
         last_visible = plan.last_visible if whole_images else None
         function = kernel(
-            attention, form=kv_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
-            has_images=last_visible is not None, max_heads=task_heads,
+            attention, form=kv_form(kv), group=group, window=window, first_key=first_key, soft_cap=soft_cap,
+            has_sinks=sinks is not None, has_images=last_visible is not None, max_heads=task_heads,
         )  # fmt: skip
         sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
         arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, last_visible, out, *sizes, scale)

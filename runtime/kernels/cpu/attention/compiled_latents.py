@@ -89,7 +89,13 @@ class CompiledLatents:
         self.launcher.launch(kernel(latent_store, **constants), arguments, parts)
 
     def attention(
-        self, q: torch.Tensor, kv: torch.Tensor, plan: TiledRows, up: CompiledLatentUp, scale: float
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TiledRows,
+        up: CompiledLatentUp,
+        scale: float,
+        first_key: int = 0,
     ) -> torch.Tensor:
         """`latent_attention_torch` in the absorbed form; its result is valid until the next call."""
         num_tokens, num_heads, head_dim = q.shape
@@ -97,7 +103,7 @@ class CompiledLatents:
         queries = self.launcher.buffer("latent queries", num_tokens, num_heads, width)
         self._multiply(up.absorb, q, queries)
         self._copy(q, nope_dim, head_dim - nope_dim, queries, up.absorb.size_out)
-        mixed = self._attention.attention(queries, kv, plan, AttentionForm(scale))
+        mixed = self._attention.attention(queries, kv, plan, AttentionForm(scale, first_key=first_key))
         out = self.launcher.buffer("latent values", num_tokens, num_heads, up.values.size_out)
         self._multiply(up.values, mixed.view(num_tokens, num_heads, width), out)
         return out.view(num_tokens, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
 from runtime.kernels.llvm.language import Pointer, Value, array, f16, f32, i64, loop, maximum, minimum, number
@@ -87,8 +87,24 @@ class Chunk:
         return row.load(position * self.stride + vector * LANES, LANES)
 
 
-def seen_positions(base: Value, position: Value, stop: Value, window: int) -> tuple[Value, Value]:
+class Bounds(NamedTuple):
+    """Constants that hide positions before a token."""
+
+    window: int  # positions that a token sees, itself included; 0 for all
+    first_key: int  # first position that any token sees, below CHUNK
+
+    @property
+    def hide(self) -> bool:
+        """True if a token may not see all positions before it."""
+        return self.window + self.first_key > 0
+
+
+def seen_positions(base: Value, position: Value, stop: Value, bounds: Bounds) -> tuple[Value, Value]:
     """Begin and end of a chunk's positions that neighbouring tokens see together: the first is at `position`, and the
     last sees the positions before `stop`."""
-    end = minimum(stop - base, CHUNK)
-    return maximum(position - (window - 1) - base, 0) if window else number(0, i64), end
+    begin, end = number(0, i64), minimum(stop - base, CHUNK)
+    if bounds.window:
+        begin = maximum(position - (bounds.window - 1) - base, 0)
+    if bounds.first_key:
+        begin = maximum(bounds.first_key - base, begin)
+    return begin, end

@@ -1,0 +1,1 @@
+"""Heads that draft tokens within their target's step."""
