@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.library.models import eagle3_head
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.types import SamplingParams
@@ -29,18 +30,21 @@ PENALISED = SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.
 MAX_LEN = 96
 
 
-def headed_runner(backend: str, **config) -> ModelRunner:
+HEADS = {"mtp": mtp_spec(SPEC), "eagle3": replace(eagle3_head(SPEC, 60), taps=(0, 1, 1))}
+
+
+def headed_runner(backend: str, head: str = "mtp", **config) -> ModelRunner:
     own = {"device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 4, "max_model_len": MAX_LEN, "num_threads": 1}
     own |= {"dtype": "float32", "draft": "mtp", "max_num_batched_tokens": 96, "kernel_backend": backend}
     with mock.patch.object(WarmUp, "build_kernels"), mock.patch.object(ModelRunner, "_time_steps"):
-        return build_runner(EngineConfig(**own | config), DummySource(SPEC, draft_head=mtp_spec(SPEC)))
+        return build_runner(EngineConfig(**own | config), DummySource(SPEC, draft_head=HEADS[head]))
 
 
-@pytest.fixture(scope="module")
-def runners():
+@pytest.fixture(scope="module", params=["mtp"])
+def runners(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)  # few rows have tests of their own
-        yield headed_runner("torch"), headed_runner("triton")
+        yield headed_runner("torch", request.param), headed_runner("triton", request.param)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -119,6 +123,11 @@ def several_rounds(rounds: Rounds, params=(GREEDY, HOT)) -> None:
 def test_rounds_equal_those_of_torch(runners, graphs):
     kept = check(runners, several_rounds, graphs)
     assert any(any(x >= 0 for x in entry) for entry in kept if isinstance(entry, list))
+
+
+@pytest.mark.parametrize("runners", ["eagle3"], indirect=True)
+def test_rounds_of_a_head_with_taps_and_ids_of_its_own(runners):
+    check(runners, several_rounds, ((1, 1), (4, 1), (4, 3)))
 
 
 def test_penalties_count_draft_tokens(runners):

@@ -15,6 +15,8 @@ def pin_plan(
     plan: StepPlan, token_ids: torch.Tensor, slots: Int32s, positions: Int32s, num_slots: int, mean: float
 ) -> None:
     """Replace samples [n] by the plan's draft tokens that are accepted."""
+    if not len(plan.draft_token_ids):
+        return
     drafts = np.full((num_slots, DRAFT_WIDTH), -1, np.int32)
     rows, at = last_tokens(plan, plan.draft_lens)
     drafts[plan.slots[rows], at % DRAFT_WIDTH] = plan.draft_token_ids
