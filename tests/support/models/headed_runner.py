@@ -99,7 +99,7 @@ class Rounds:
             if own:
                 self.accepted.append(agrees)
             if num_samples:
-                self.known[slot] += sampled[: (agrees + [False]).index(False) + 1]
+                self.known[slot] += sampled[: [*agrees, False].index(False) + 1]
         return result
 
     def verify(self, *slots: int, given: int, drafts: int) -> StepResult:
