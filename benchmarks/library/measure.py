@@ -84,7 +84,9 @@ class Engine:
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
         if config.tensor_parallel_size == 1:
-            self.runner = build_runner(config, DummySource(spec_of(model), tower=tower_of(model)))
+            self.runner = build_runner(
+                config, DummySource(spec_of(model), tower=tower_of(model), draft_head=head_of(model))
+            )
             self.info, executor = self.runner.info, InProcess(self.runner)
         else:
             self._ranks = RankGroupProcesses(model, config)
