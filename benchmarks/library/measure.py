@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.library.models import CONFIGS, spec_of, tower_of
+from benchmarks.library.models import CONFIGS, head_of, spec_of, tower_of
 from benchmarks.library.ranks import RankGroupProcesses
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
