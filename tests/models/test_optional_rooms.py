@@ -49,6 +49,7 @@ ROOMS = {
     "sleep": Room(("runtime/worker/gpu/mapped_memory.py",), ((RUNNER, "RunnerMemory"),)),
     "images": Room(("runtime/worker/images.py",), ((RUNNER, "RunnerImages"),)),
     "tier": Room(tuple(f"runtime/tier/{name}.py" for name in TIER), ((RUNNER, "tier_of"),)),
+    "heads": Room(("runtime/worker/heads",), ((RUNNER, "RunnerHead"),)),
     "CPU kernels": Room(("runtime/kernels/cpu", "runtime/kernels/llvm", "runtime/quant/llvm_format.py")),
     "recurrent states": Room(
         (
