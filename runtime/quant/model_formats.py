@@ -137,6 +137,14 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     return format_of
 
 
+def stored_format(scheme: QuantizationScheme | None, shape: Shape) -> WeightFormat:
+    """The format that describes a checkpoint's weight with a scheme and a shape; None for a dense one."""
+    if scheme is None:
+        return DENSE
+    layout = LAYOUTS[scheme.layout](scheme)
+    return DequantizedFormat(layout, layout.encoding(shape))
+
+
 def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | None) -> set[str]:
     """The parameters that latent attention takes apart into each head's dense matrices.
 

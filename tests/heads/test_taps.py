@@ -48,8 +48,8 @@ def test_taps_equal_hidden_states_of_transformers(backend, tmp_path: Path):
     driver = Driver(runner)
     found = tapped(runner)
     driver.open(0, tokens)
-    driver.run([(0, 0, 5, False)])
-    driver.run([(0, 5, 1, True)])
+    driver.step((0, 0, 5, False))
+    driver.step((0, 5, 1, True))
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
     if (tapes := runner.steps.tapes) is not None:
         assert not tapes.takes(1)  # torch copies the taps, so that a tape would lack them

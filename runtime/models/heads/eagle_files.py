@@ -1,7 +1,7 @@
 """An EAGLE head's folder: its spec, its tensors' names, and what Callboard refuses.
 
-Two formats have the same tensors: EAGLE's own, and the speculators library's, whose config.json has the layer's fields
-in `transformer_layer_config`."""
+EAGLE's own format and that of the speculators library have the same tensors. In the second, config.json has the
+layer's fields in `transformer_layer_config`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def folder_head(
     """Return the head in a folder with this config.json and these tensors.
 
     Args:
-    embedding: the target's token embedding; the head's own copy is read if it differs.
-    boundaries: target layers whose inputs are the features, in place of the config's.
+    embedding: the target's token embedding. A different copy in the folder is read.
+    boundaries: target layers that give their inputs as features; None for the config's ids.
 
     Raises CallboardError, in one sentence, if the head does not fit the target or this build lacks its kind."""
     names = set(tensors.names())
