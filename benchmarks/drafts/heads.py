@@ -1,9 +1,14 @@
 """Decoding with a draft head, at a pinned acceptance, against decoding without: one model in this process.
 
-A batch decodes by an engine with the head, and without. Then its parts are timed on the device: a decode step, the
-verifying step, the head's extend with its first draft token, and a single pass. `beside_us` is the time of a round
-beyond the verifying step and the head's passes, `beyond_bytes_us` beyond the verifying step and the time in which the
-device reads the weights of these passes. Both are without the engine.
+A batch decodes by an engine with the head, and without. Then the parts are timed on the device, without the engine:
+
+    round_us          a whole round, with the host's part
+    plain_step_us     a decode step
+    verify_us         the verifying step
+    extend_us         the head's extend and first draft token; extend_only_us: without one
+    single_us         each further draft token
+    beside_us         round_us without verify_us and the head's passes
+    beyond_bytes_us   round_us without verify_us and the time for reading the head's weights
 
     python -m benchmarks.drafts.heads --model llama-3.1-8b --head eagle3 --length 3.0 --batches 1 8 64
     python -m benchmarks.drafts.heads --model qwen3.6-35b-a3b --head mtp --length 2.8 --context 8192 --batches 1 16
@@ -40,7 +45,7 @@ _REPLAYS = 16
 
 
 class HeadEngine(Engine):
-    """An engine whose runner has a head with random weights. `drafts` switches it."""
+    """An engine that has a head with random weights. `drafts` switches it."""
 
     def __init__(self, spec: DecoderSpec, head: HeadSpec, config: EngineConfig) -> None:
         self.config, self.sampling, self.adapters = config, {"temperature": 0.0}, [""]

@@ -37,7 +37,7 @@ def headed_runner(head: HeadSpec | None, **config) -> ModelRunner:
 
 
 def tokens_of(runner: ModelRunner) -> tuple[dict[str, list[int]], int]:
-    """Tokens of 12 requests that decode together, and the most tokens of one request in a step."""
+    """Tokens of 12 requests that decode together, and the most that a request has in one step."""
     speculation = speculation_of(runner.config, runner.info, lambda: 0.0)
     core = build_engine(runner.config, runner.info, InProcess(runner), speculation)
     rng, got, most = np.random.default_rng(0), {}, 0
@@ -61,7 +61,7 @@ def test_a_head_changes_no_token(head):
 
 
 def rounds(runner: ModelRunner, count: int = 6) -> list[list[int]]:
-    """Samples and draft tokens of rounds with three rows, whose drafts are verified."""
+    """Samples and draft tokens of rounds with three rows."""
     driver, kept, known = Driver(runner), [], {}
     for slot, length in ((0, 9), (1, 33), (2, 20)):
         known[slot] = np.random.default_rng(slot).integers(0, SPEC.vocab_size, length).tolist()

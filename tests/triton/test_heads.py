@@ -1,4 +1,4 @@
-"""Draft heads on the Triton path: drafts, tokens and cached entries equal those of the torch path."""
+"""Draft heads on the Triton path draft, sample and cache what the torch path does."""
 
 from dataclasses import replace
 from functools import partial
@@ -206,7 +206,7 @@ def test_a_head_that_is_not_finite_drafts_nothing(runners):
 
 @pytest.mark.parametrize("row_len", [1, 3, 9])
 def test_kernels_equal_their_twins(row_len):
-    """Rows accept some draft tokens; one has no samples, one ends at the context, one is padding."""
+    """Rows accept some draft tokens. One does not sample, one ends at the context, one is padding."""
     rng, n, slots, max_len = np.random.default_rng(row_len), 7, 6, 40
     rows = torch.tensor([3, 0, 5, 1, 2, 4, slots], dtype=torch.int32)
     starts = torch.tensor([4, 16, max_len - row_len, 8, 1, 30, 1], dtype=torch.int32)

@@ -16,7 +16,7 @@ _CHANCES = 1 << 23  # values of noise_bits
 
 
 def split_mean(mean: float) -> tuple[int, int]:
-    """(draft tokens that are always accepted, chance of the next one in _CHANCES) for a round's mean of tokens."""
+    """(draft tokens that are always accepted, the next one's chance in _CHANCES) for a mean of accepted tokens."""
     always = int(mean - 1)
     return always, round((mean - 1 - always) * _CHANCES)
 
@@ -46,7 +46,7 @@ def pin_samples_torch(
 
 @jit(do_not_specialize=["n"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _pin_samples_kernel(
-    token_ids_ptr,  # as pin_samples_torch has them
+    token_ids_ptr,  # see pin_samples_torch
     slots_ptr,
     positions_ptr,
     tokens_ptr,

@@ -93,7 +93,7 @@ class AcceptForm(NamedTuple):
 
 @jit(do_not_specialize=["null_slot", "max_len"], do_not_specialize_on_alignment=[*ROW_ARRAYS, "sample_slots_ptr"])
 def _accept_drafts_kernel(
-    slots_ptr,  # as accept_drafts_torch has them
+    slots_ptr,  # see accept_drafts_torch
     starts_ptr,
     own_counts_ptr,
     sample_slots_ptr,
@@ -133,7 +133,7 @@ def _accept_drafts_kernel(
 
 @jit(do_not_specialize=["n", "null_slot", "max_len"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _keep_drafts_kernel(
-    token_ids_ptr,  # as keep_drafts_torch has them
+    token_ids_ptr,  # see keep_drafts_torch
     places_ptr,
     drafts_ptr,
     places_stride,
@@ -162,7 +162,7 @@ def _keep_drafts_kernel(
 
 @jit(do_not_specialize=["row_len"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _keep_block_ends_kernel(
-    hidden_ptr,  # as keep_block_ends_torch has them
+    hidden_ptr,  # see keep_block_ends_torch
     slots_ptr,
     starts_ptr,
     own_counts_ptr,

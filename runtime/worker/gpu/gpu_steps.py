@@ -78,7 +78,7 @@ class GpuSteps(Steps):
         return program.read if complete is None else lambda: complete(program.read())
 
     def run_head(self, plan: StepPlan, graphs: Graphs, work: StepWork | None = None) -> None:
-        """Queue a head's passes after the plan's step, whose result has left. `work` is a launched step's."""
+        """Queue a head's passes. The plan's step has left its result; `work` is a launched step's."""
         if self.head is None:
             return
         if graphs or work is None:
@@ -90,7 +90,7 @@ class GpuSteps(Steps):
     def program_for(self, plan: StepPlan) -> StepProgram:
         """The program of a plan. Its requests leave and enter their slots first."""
         if plan.num_steps > 1:
-            return self._repeated_graph(plan) or UnrolledSteps(self, plan)  # with a head, each step extends
+            return self._repeated_graph(plan) or UnrolledSteps(self, plan)
         self._free_and_open(plan)
         writes = self.slots.writes(plan, self.sampler.rows, self.images.deltas)
         self._start_transfers(plan)

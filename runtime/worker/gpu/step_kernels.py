@@ -125,11 +125,11 @@ class StepKernels:
         self,
         slots: torch.Tensor,
         starts: torch.Tensor,
-        count: int,  # tokens in a row, of which `own_counts` are its own
+        count: int,  # tokens in a row; the first `own_counts` are its own
         own_counts: torch.Tensor,
         has_adapters: bool = False,
     ) -> ForwardBatch:
-        """The batch of rows with equal length, whose prefixes earlier steps have computed."""
+        """The batch of rows with equal length. Earlier steps have computed their prefixes."""
         size, adapters = len(slots), self.slots.adapters if has_adapters else None
         firsts, num_tokens = self.firsts(size + 1, count), size * count
         inputs = build_inputs(

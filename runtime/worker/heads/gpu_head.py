@@ -48,7 +48,7 @@ class GpuHead:
         self.places = torch.zeros((4, kernels.max_rows), dtype=torch.int32, device=device)  # kernels/step/draft_rows.py
         self.index = torch.zeros(kernels.max_rows, dtype=torch.int32, device=device)
         self.hidden = torch.zeros((kernels.max_rows, head.hidden_size), dtype=self.dtype, device=device)
-        self.graphs: dict[tuple[DecodeShape, bool] | int, Replayable] = {}  # by (shape, drafts), or rows of a pass
+        self.graphs: dict[tuple[DecodeShape, bool] | int, Replayable] = {}  # keys: (shape, drafts), or rows of a pass
         self.transfers = Transfers(device)
         self.is_new = np.zeros(self.slots.num_slots, bool)  # slots without a row so far
         self.made: PendingResult[Int32s] | None = None  # the draft tokens after the last step that made some
@@ -173,13 +173,13 @@ class GpuHead:
     # ---- launched ---------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan, extend: ExtendRows, combined: torch.Tensor, offsets: Int32s, drafts: bool) -> int:
-        """Launch the extend of a plan's rows, whose `offsets` in `combined` are as token_offsets has them.
+        """Launch the extend of a plan's rows. token_offsets describes their `offsets` in `combined`.
 
         Returns the number of rows in the single passes that follow."""
         self._keep_features(plan, combined, offsets)
         upload, own, null_slot = self.transfers.upload, extend.plan, self.slots.num_slots
         if not len(own.slots):
-            return 1  # such rows have no samples
+            return 1  # rows without a position to write do not sample
         shape = MixedShape.of(own)
         hidden = self._features_before(extend, combined, offsets[extend.rows])
         batch = self.kernels.mixed_batch(shape, upload(shape.pack(own, null_slot)))
