@@ -12,10 +12,10 @@ from runtime.base.shard import Shard
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.numerics import Numerics
-from runtime.worker.runner import choose_numerics
 from runtime.kernels.step.state_rows import StateRows
 from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.runner import choose_numerics
 from runtime.worker.sources import ModelSource
 from runtime.worker.state_cache import StateCache
 
