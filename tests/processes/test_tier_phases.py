@@ -118,9 +118,7 @@ def keepers(disk: Path) -> set[int]:
     return found
 
 
-async def test_scaling_to_zero_keeps_what_was_computed(
-    serve_url: str, folders: tuple[Path, Path], tmp_path: Path
-):
+async def test_scaling_to_zero_keeps_what_was_computed(serve_url: str, folders: tuple[Path, Path], tmp_path: Path):
     for here in deployed("zero", folders[0], serve_url, tmp_path, idle_sleep="1s"):
         await here.until_ready()
         expected, _ = await here.answers()
