@@ -109,16 +109,11 @@ def plan_memory(
     `config` is `sized_for` a device, `tower` is the image encoder in use, and `head` drafts (a rank's spec). Raises
     CallboardError, with the flag to change, if they do not fit."""
     spec.check(config)
-    max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    assert max_num_seqs is not None, "`config` is not sized for a device"
-    assert max_num_tokens is not None, "`config` is not sized for a device"
-    weights, features = weight_bytes(spec, numerics), 0
-    if head is not None:
-        weights += weight_bytes(head.decoder, numerics)
-        features = head.decoder.hidden_size * numerics.dtype.itemsize
+    max_num_seqs, max_num_tokens = config.max_num_seqs or 0, config.max_num_batched_tokens or 0
+    assert max_num_seqs * max_num_tokens, "`config` is not sized for a device"
+    weights, features = _weight_bytes(spec, head, numerics)
     kv_cache = planned_cache(config, spec, numerics)
-    wanted = config.max_model_len
-    longest = wanted or spec.max_positions
+    longest = (wanted := config.max_model_len) or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
@@ -140,13 +135,10 @@ def plan_memory(
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
     if state_spec is not None and config.prefix_cache and config.kv_layout == "paged":
-        asked = config.snapshot_memory
-        own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-        num_snapshots = min(own // state_spec.bytes_per_state, _MOST_SNAPSHOTS)
-        states, num_states = states + num_snapshots * state_spec.bytes_per_state, num_states + num_snapshots
-        room -= num_snapshots * state_spec.bytes_per_state
-        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * state_spec.bytes_per_state
-
+        num_snapshots = _num_snapshots(config.snapshot_memory, state_spec, budget, room)
+        taken = num_snapshots * state_spec.bytes_per_state
+        states, num_states, room = states + taken, num_states + num_snapshots, room - taken
+        budget = budget - taken if config.snapshot_memory is None else min(budget, max(room, 0))
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
         block_size = wanted or min(spec.max_positions, budget // (kv_cache.bytes_per_token * num_blocks))
@@ -174,6 +166,20 @@ def plan_memory(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
     return plan
+
+
+def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) -> tuple[int, int]:
+    """Bytes of the weights with a head's, and of the feature that a head keeps for each block."""
+    own = weight_bytes(spec, numerics)
+    if head is None:
+        return own, 0
+    return own + weight_bytes(head.decoder, numerics), head.decoder.hidden_size * numerics.dtype.itemsize
+
+
+def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:
+    """Snapshots of states: as many as `asked` GiB hold, or a share of the KV cache's memory."""
+    own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
+    return min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
 
 
 def has_tier(config: EngineConfig) -> bool:

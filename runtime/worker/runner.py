@@ -233,7 +233,7 @@ class ModelRunner:
         steps = kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
         if self.head is not None:
             with nullcontext() if room is None else self._cache_memory():
-                steps.head = self.head.of_steps(steps)
+                steps.head = self.head.for_steps(steps)
             steps.sampler.pinned_acceptance = self.config.pinned_acceptance
         return steps
 

@@ -33,7 +33,7 @@ def headed_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
 
 
 def bigram_head() -> torch.Tensor:
-    """[tokens, tokens] an output head whose column t prefers one token after t."""
+    """[tokens, tokens] an output head: column t prefers one token after t."""
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn((NUM_TOKENS, NUM_TOKENS), generator=generator).mul_(0.1)
     noise[torch.randperm(NUM_TOKENS, generator=generator), torch.arange(NUM_TOKENS)] += 0.3
