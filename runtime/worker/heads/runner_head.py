@@ -39,7 +39,7 @@ class RunnerHead:
         """`info` with the head."""
         return replace(info, head=HeadInfo(self.spec.kind, min(MAX_DRAFT_TOKENS, info.block_size - 1)))
 
-    def of_steps(self, steps: Steps) -> CpuHead:
+    def for_steps(self, steps: Steps) -> CpuHead:
         """The object that drafts in these steps."""
         assert isinstance(steps, CpuSteps)
         inputs = HeadInputs(steps.sampler, steps.images, steps.attention_shapes, steps.is_tiled)
