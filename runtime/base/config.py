@@ -268,6 +268,12 @@ class EngineConfig:
     num_draft_tokens: int | None = setting(
         None, "draft tokens per row; auto, the default, chooses by acceptance and step time", 0, MAX_DRAFT_TOKENS
     )
+    pinned_acceptance: float | None = setting(
+        None,
+        "benchmarks only: mean tokens per round that are accepted from a head, whatever the draft tokens are",
+        1,
+        MAX_DRAFT_TOKENS + 1,
+    )
     tensor_parallel_size: int = setting(
         1,
         "GPUs of one machine that share the model, each with a part of every weight; on a CPU, processes; must divide "
@@ -307,6 +313,8 @@ class EngineConfig:
                 f"image_pool_tokens is {self.image_pool_tokens}; it must be at least max_image_tokens, {most}."
             )
 
+        if self.pinned_acceptance is not None and self.deterministic:
+            raise CallboardError("pinned_acceptance changes tokens; leave it out when deterministic is on.")
         if not self.max_loras:
             object.__setattr__(self, "max_loras", len(self.adapters))
         if (least := len(self.adapters)) > self.max_loras:

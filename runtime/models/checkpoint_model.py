@@ -38,7 +38,7 @@ def checkpoint_model(config: Mapping[str, Any], source: TensorSource) -> tuple[D
     spec, weight_map = load_spec(config, names)
     if not spec.tied_head:
         return spec, weight_map
-    embed, head = (_stored_name(weight_map, weight_map.names[part], source) for part in ("embed", "head"))
+    embed, head = (stored_name(weight_map, weight_map.names[part], source) for part in ("embed", "head"))
     if embed not in source and head in source:
         return spec, replace(weight_map, names={**weight_map.names, "embed": weight_map.names["head"]})
     stem = head.removesuffix("weight")
@@ -49,7 +49,8 @@ def checkpoint_model(config: Mapping[str, Any], source: TensorSource) -> tuple[D
     return load_spec(config, names, tied=False)
 
 
-def _stored_name(weight_map: WeightMap, name: str, source: TensorSource) -> str:
+def stored_name(weight_map: WeightMap, name: str, source: TensorSource) -> str:
+    """A tensor's name with `WeightMap.base`, if the checkpoint has it so."""
     stem, longer = name.removesuffix("weight"), weight_map.base + name
     return longer if longer in source or any(n.startswith(weight_map.base + stem) for n in source.names()) else name
 

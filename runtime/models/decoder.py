@@ -46,6 +46,7 @@ class LayerStack:
         batch: ForwardBatch,
         caches: Sequence[LayerCache],
         layer_inputs: torch.Tensor | None = None,  # with spec.layer_embed_size
+        first_input: torch.Tensor | None = None,  # what the first mixer reads in place of h
     ) -> torch.Tensor:
         """Change [num_tokens, hidden] in place to what leaves the last layer, and return it.
 
@@ -60,7 +61,8 @@ class LayerStack:
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             if batch.taps is not None:
                 batch.taps.take(index, h)
-            layer.mixer.out.add_to(h, layer.mixer.mix(h, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
+            x = h if first_input is None or index else first_input
+            layer.mixer.out.add_to(h, layer.mixer.mix(x, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
                 gate_up.gated_into(down, h, layer.ffn_norm, eps, layer.post_ffn_norm)

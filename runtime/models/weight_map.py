@@ -33,6 +33,7 @@ class WeightMap:
     transposed: bool = False  # linear maps are stored as [in, out]
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     experts_in_turn: bool = False  # tensors with all experts have gate and up rows in turn (loading/stacked_experts.py)
+    first_layer: int = 0  # the index that names have for the spec's first layer
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors without a reader; old exports have rotary frequencies
 
     def inside(self, base: str) -> WeightMap:
@@ -74,4 +75,4 @@ class WeightMap:
             part = f"dense.{part}"
         elif expert and f"routed.{part}" in self.names:
             part = f"routed.{part}"
-        return self.names[part].format(layer, expert) + suffix
+        return self.names[part].format(int(layer) + self.first_layer if layer else "", expert) + suffix

@@ -44,37 +44,45 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
     Raises CallboardError for the first tensor that is missing, or has a wrong shape or type."""
     names = set(source.names())
     format_of, locations = weight_formats(spec.whole, None), {}
-    shapes = spec.whole.shapes()
-    for parameter, short_name in weight_map.names_of(spec).items():
-        transposed = weight_map.transposed and parameter.endswith(".weight")
-        whole = stored_shape(spec, parameter, shapes[parameter])
-        location = Location(short_name, whole, transposed, place=place_in_tensor(spec, parameter))
+    for parameter, location in whole_locations(spec, weight_map).items():
         location = location.within(parts_of(spec, parameter))
         weight_format = format_of(parameter)
-        tensors = weight_format.stored(location)
-        if weight_map.base and not names.intersection(tensors):
-            longer = location._replace(name=weight_map.base + short_name)
+        if weight_map.base and not names.intersection(weight_format.stored(location)):
+            longer = location._replace(name=weight_map.base + location.name)
             if names.intersection(weight_format.stored(longer)):
-                location, tensors = longer, weight_format.stored(longer)
-        for name, (shape, dtypes, optional, others) in tensors.items():
-            if name not in names:
-                if optional:
-                    continue
-                raise CallboardError(
-                    f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape or ('any',))}."
-                )
-            if shape is not None and (found := tuple(source.shape(name))) != shape and found not in others:
-                raise CallboardError(
-                    f"Tensor {name} has shape {list(found)}; the checkpoint's config asks for {list(shape)}."
-                )
-            if source.dtype(name) not in dtypes:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise CallboardError(
-                    f"Tensor {name} is stored as {source.type_name(name)}, which {weight_format.name} weights are not "
-                    f"({known}); convert it, or name its quantization in the checkpoint's config.json."
-                )
+                location = longer
+        if fault := fault_of(weight_format, location, source):
+            raise CallboardError(fault)
         locations[parameter] = location
     return locations
+
+
+def whole_locations(spec: DecoderSpec, weight_map: WeightMap) -> dict[str, Location]:
+    """Every parameter of the spec -> its location, without `WeightMap.base`, and without the rank's part."""
+    shapes, locations = spec.whole.shapes(), {}
+    for parameter, name in weight_map.names_of(spec).items():
+        transposed = weight_map.transposed and parameter.endswith(".weight")
+        whole = stored_shape(spec, parameter, shapes[parameter])
+        locations[parameter] = Location(name, whole, transposed, place=place_in_tensor(spec, parameter))
+    return locations
+
+
+def fault_of(weight_format: WeightFormat, location: Location, source: TensorSource) -> str:
+    """What is wrong with the tensors of a weight: one that is missing, or has a wrong shape or type; empty if none."""
+    for name, (shape, dtypes, optional, others) in weight_format.stored(location).items():
+        if name not in source:
+            if optional:
+                continue
+            return f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape or ('any',))}."
+        if shape is not None and (found := tuple(source.shape(name))) != shape and found not in others:
+            return f"Tensor {name} has shape {list(found)}; the checkpoint's config asks for {list(shape)}."
+        if source.dtype(name) not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            return (
+                f"Tensor {name} is stored as {source.type_name(name)}, which {weight_format.name} weights are not "
+                f"({known}); convert it, or name its quantization in the checkpoint's config.json."
+            )
+    return ""
 
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:

@@ -1,4 +1,4 @@
-"""HeadDrafter: the engine's side of a head, whose draft tokens stay on the runner.
+"""HeadDrafter: the engine's side of a head. Its draft tokens stay on the runner.
 
     plan n      next_drafts = 3    the step samples t; then its head makes g1, g2, g3
     plan n+1    a row with t and three DEVICE_DRAFT, and again next_drafts = 3

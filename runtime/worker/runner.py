@@ -236,6 +236,7 @@ class ModelRunner:
         if self.head is not None:
             with nullcontext() if room is None else self._cache_memory():
                 steps.head = self.head.for_steps(steps)
+            steps.sampler.pinned_acceptance = self.config.pinned_acceptance
         return steps
 
     def _measure_memory(self) -> None:

@@ -41,6 +41,8 @@ Bools = NDArray[np.bool_]
 class SlotSampling:
     """Parameters and flags of each slot. `Sampler` and `DeviceSampler` extend it."""
 
+    pinned_acceptance: float | None = None  # EngineConfig.pinned_acceptance of a runner with a head
+
     def __init__(
         self,
         num_slots: int,

@@ -34,7 +34,8 @@ from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
 from runtime.models.heads.build import DrawnHead
-from runtime.models.heads.find import checkpoint_head, folder_head
+from runtime.models.heads.eagle_files import folder_head
+from runtime.models.heads.find import checkpoint_head
 from runtime.models.heads.head import DraftHead
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.towers.specs import tower_spec
@@ -220,7 +221,11 @@ class CheckpointSource:
         if draft == MTP:
             config, tensors = self.checkpoint.config, self._tensors
             return checkpoint_head(config, tensors, self.fingerprint, self.spec, self.weight_map)
-        return folder_head(Path(draft.removeprefix(HEAD)), self.spec) if draft and draft.startswith(HEAD) else None
+        if draft is None or not draft.startswith(HEAD):
+            return None
+        own, name = open_checkpoint(Path(draft.removeprefix(HEAD))), self.weight_map.names["embed"]
+        embedding = self._tensors, name if name in self._tensors else self.weight_map.base + name
+        return folder_head(own.config, own, own.fingerprint, self.spec, embedding)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)

@@ -1,4 +1,4 @@
-"""Draft tokens of a head, which stay on the runner: no history changes a token, and each entry of the head is whole."""
+"""A head's draft tokens stay on the runner. No history changes a token, and the head finds each of its entries."""
 
 from collections import Counter
 

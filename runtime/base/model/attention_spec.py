@@ -37,6 +37,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     output_gate: bool = False  # q's map also makes a gate; the output is multiplied by sigmoid(gate)
+    input_factor: int = 1  # inputs of q, k and v per hidden size: 2 if an embedding lies before the hidden states
     fused_qkv: bool = False  # the checkpoint has q, k and v as one tensor
     keys_as_values: bool = False  # k before its norm is v
     whole_images: bool = False  # an image's tokens see each other
@@ -77,12 +78,12 @@ class AttentionSpec:
 
     def linears(self, hidden: int, scheme_of: SchemeOf) -> Linears:
         """Return the maps: q, and k and v unless they are shared."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv: Shapes = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
+        q, kv, inputs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.input_factor * hidden
+        qkv: Shapes = {"gated_q": (2 * q, inputs)} if self.output_gate else {"q": (q, inputs)}
         if self.kv_source is None:
-            qkv |= {"k": (kv, hidden)} if self.keys_as_values else {"k": (kv, hidden), "v": (kv, hidden)}
+            qkv |= {"k": (kv, inputs)} if self.keys_as_values else {"k": (kv, inputs), "v": (kv, inputs)}
         if self.fused_qkv:
-            qkv = {"qkv": (q + 2 * kv, hidden)}
+            qkv = {"qkv": (q + 2 * kv, inputs)}
         return {"qkv": (qkv, self.qkv_bias), "out": ({"out": (hidden, q)}, self.out_bias)}
 
     def parameters(self) -> Shapes:

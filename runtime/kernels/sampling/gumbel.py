@@ -69,7 +69,7 @@ def _shift_right(h, BITS: tl.constexpr):
 
 
 @jit
-def _hash_of_words(h, key):
+def hash_of_words(h, key):
     """`_keyed_hash`, with 0x846CA68B as an int32."""
     h = (h ^ _shift_right(h, 16)) * 0x7FEB352D
     h = h ^ key
@@ -83,8 +83,8 @@ def noise_of_tokens(ids, position, low, high):
 
     Triton lacks log1p. The inner logarithm is log(1 - u), which loses nothing: u is (k + 1/2) / 2^23, and 1 - u is
     exact in fp32."""
-    first = _hash_of_words(_hash_of_words(position ^ low, 0) ^ high, -0x61C88647)
-    second = _hash_of_words(first ^ low, 0)
-    bits = _shift_right(_hash_of_words(ids ^ first, second), 9)
+    first = hash_of_words(hash_of_words(position ^ low, 0) ^ high, -0x61C88647)
+    second = hash_of_words(first ^ low, 0)
+    bits = _shift_right(hash_of_words(ids ^ first, second), 9)
     rest = 1.0 - (bits.to(tl.float32) + 0.5) * (1.0 / (1 << 23))
     return -tl.log(-tl.log(rest))

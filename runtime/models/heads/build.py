@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from runtime.base.model.head_spec import HeadSpec
 from runtime.base.types import CallboardError
 from runtime.models.decoder import Decoder
+from runtime.models.heads.eagle import EagleHead
 from runtime.models.heads.head import DraftHead
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.weights import ReadWeight, draw
 
 # key: HeadSpec.kind. Arguments: the rank's spec, the target, the weights, a request's most positions
-KINDS: dict[str, Callable[[HeadSpec, Decoder, ReadWeight, int], DraftHead]] = {"mtp": MtpHead}
+KINDS: dict[str, Callable[[HeadSpec, Decoder, ReadWeight, int], DraftHead]] = {
+    "mtp": MtpHead, "eagle3": EagleHead, "eagle": EagleHead
+}  # fmt: skip
 
 
 def build_head(spec: HeadSpec, target: Decoder, read: ReadWeight, num_positions: int) -> DraftHead:

@@ -3,57 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from runtime.base.model.decoder_spec import DecoderSpec
+import torch
+
+from runtime.base.model.decoder_spec import DecoderSpec, chooses_experts
 from runtime.base.model.head_spec import HeadSpec
 from runtime.base.types import CallboardError
+from runtime.models.checkpoint_model import are_equal, stored_name
 from runtime.models.decoder import Decoder
 from runtime.models.heads.build import build_head
 from runtime.models.heads.head import DraftHead
+from runtime.models.heads.mtp import mtp_spec
+from runtime.models.heads.names import copies_of, head_map
 from runtime.models.weight_map import WeightMap
-from runtime.models.weights import locate_parameters, reader
-from runtime.quant.model_formats import weight_formats
+from runtime.models.weights import fault_of, locate_parameters, reader, whole_locations
+from runtime.quant import parse_schemes
+from runtime.quant.model_formats import stored_format, weight_formats
+from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import TensorSource
 
-_LAYER = re.compile(r"(?:model\.)?layers\.\{\}\.")  # begins a decoder's name for a layer's parameter
-
-
-class MtpNames(NamedTuple):
-    """How checkpoints name a head's parameters. {} is the number of the target's layers."""
-
-    layer: str  # prefix of the layer's names
-    own: Mapping[str, str]  # parameters besides the layer's
-    copies: Mapping[str, str]  # the target's parameters that the head may have again
-
-
-_QWEN = MtpNames(
-    "mtp.layers.0.",
-    {
-        "fc": "mtp.fc",
-        "token_norm": "mtp.pre_fc_norm_embedding.weight",
-        "hidden_norm": "mtp.pre_fc_norm_hidden.weight",
-        "final_norm": "mtp.norm.weight",
-    },
-    {},
-)
-_NEXTN = MtpNames(
-    "layers.{}.",
-    {
-        "fc": "layers.{}.eh_proj",
-        "token_norm": "layers.{}.enorm.weight",
-        "hidden_norm": "layers.{}.hnorm.weight",
-        "final_norm": "layers.{}.shared_head.norm.weight",
-    },
-    {"embed": "layers.{}.embed_tokens.weight", "head": "layers.{}.shared_head.head.weight"},
-)
-# Tensors of forward passes that MtpHead lacks
-_OTHER_PASSES = re.compile(r"(?:.*\.)?mtp\.(?:fc_embedding|fc_hidden)\..*")
-_OTHER_FLAGS = ("mtp_hidden_states_first", "chain_hidden_post_norm", "mtp_use_dedicated_embeddings")
+# Fields for another forward pass, and the values that MtpHead has
+_FLAGS = {
+    "mtp_hidden_states_first": (None, False),
+    "chain_hidden_post_norm": (None,),
+    "mtp_use_dedicated_embeddings": (None, False),
+}
 _COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+_OTHER_PASS = re.compile(r"(?:.*\.)?mtp\.(fc_embedding|fc_hidden)\..*")  # qwen4_exp
+_SCALES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8_BLOCKS = QuantizationScheme("fp8", "fp8", 128, 128)  # which files with another scheme may have in a head
 
 
 @dataclass(frozen=True)
@@ -64,9 +45,13 @@ class CheckpointHead:
     weight_map: WeightMap
     tensors: TensorSource
     fingerprint: str
+    copies: tuple[tuple[str, str], ...] = ()  # tensors that must equal the target's, which it uses in their place
 
     def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
         """Read the weights, after a check of all tensors."""
+        for copy, original in self.copies:
+            if not are_equal(self.tensors, copy, original):
+                raise CallboardError(f"draft is mtp, but {copy} differs from {original}, which heads share.")
         locations = locate_parameters(spec.decoder, self.weight_map, self.tensors)
         format_of = weight_formats(spec.decoder, target.numerics)
         read = reader(self.tensors, locations, format_of, self.weight_map, target.numerics)
@@ -77,9 +62,77 @@ def checkpoint_head(
     config: Mapping[str, Any], tensors: TensorSource, fingerprint: str, target: DecoderSpec, weight_map: WeightMap
 ) -> CheckpointHead:
     """The head that a target's checkpoint brings. Raises CallboardError, with a name, if it has none that runs."""
-    raise CallboardError("draft is mtp, which this build cannot load yet.")
+    names = head_map(weight_map, target.num_layers)
+    _check_tensors(tensors, names, target.num_layers)
+    text = {**config, **(config.get("text_config") or {})}
+    for flag, known in _FLAGS.items():
+        if text.get(flag) not in known:
+            raise CallboardError(f"draft is mtp, but the model's {flag} is {text[flag]}, which is not supported.")
+    if (field := next((field for field in _COUNTS if (text.get(field) or 0) > 1), None)) is not None:
+        raise CallboardError(f"draft is mtp, but the model's {field} is {text[field]}; only 1 is supported.")
+    spec = mtp_spec(target)
+    stated = parse_schemes(config, lambda: names.names_of(spec.decoder), names.base)
+    schemes = _stored_schemes(stated, (target.quantization or {}).values(), tensors, spec.decoder, names)
+    spec = replace(spec, decoder=replace(spec.decoder, quantization=schemes or None))
+    locate_parameters(spec.decoder, names, tensors)
+    return CheckpointHead(spec, names, tensors, f"mtp of {fingerprint}", _copies(tensors, target, weight_map))
 
 
-def folder_head(path: Path, target: DecoderSpec) -> CheckpointHead:
-    """The head in a folder of its own, such as EAGLE-3. Raises CallboardError, with a name, if it does not fit."""
-    raise CallboardError(f"{path} has no head that this build can load.")
+def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> None:
+    """Raise CallboardError if a checkpoint lacks a head, or has one with other parts."""
+    stored = [name.removeprefix(names.base) for name in tensors.names()]
+    if other := next((match[1] for match in map(_OTHER_PASS.fullmatch, stored) if match), None):
+        raise CallboardError(f"draft is mtp, but the head of this checkpoint has mtp.{other}, which is not supported.")
+    layer = names.names["attn_norm"].partition("{}")[0]
+    own = f"{layer}{names.first_layer}."
+    wanted = "mtp." if layer.startswith("mtp.") else own
+    if not any(name.startswith(wanted) for name in stored):
+        raise CallboardError(f"draft is mtp, but this checkpoint lacks the head's tensors, {wanted}*; use another one.")
+    if any(name.startswith(f"{layer}{names.first_layer + 1}.") for name in stored):
+        raise CallboardError(
+            f"draft is mtp, but the head of this checkpoint has more than one layer; only {own}* is supported."
+        )
+
+
+def _copies(tensors: TensorSource, target: DecoderSpec, weight_map: WeightMap) -> tuple[tuple[str, str], ...]:
+    """The head's copies of the embedding and the output head, each with its original."""
+    pairs = []
+    for part, name in copies_of(weight_map, target.num_layers).items():
+        original = weight_map.names["embed" if target.tied_head else part]
+        copy, original = (stored_name(weight_map, each, tensors) for each in (name, original))
+        # Another type cannot be compared.
+        if copy in tensors and original in tensors and tensors.type_name(copy) == tensors.type_name(original):
+            pairs.append((copy, original))
+    return tuple(pairs)
+
+
+def _stored_schemes(
+    stated: Mapping[str, QuantizationScheme],
+    target: Iterable[QuantizationScheme],
+    tensors: TensorSource,
+    decoder: DecoderSpec,
+    names: WeightMap,
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each quantized weight by its tensors. Configs often name a head's weights wrongly.
+
+    The first one fits of: what the config states, dense, the target's schemes, fp8 in blocks."""
+    others, found = (*dict.fromkeys(target), _FP8_BLOCKS), dict[str, QuantizationScheme]()
+    for parameter, location in whole_locations(decoder, names).items():
+        if not parameter.endswith(".weight") or chooses_experts(parameter):
+            continue
+        own = stated.get(parameter)
+        for scheme in (own, None, *others):
+            places = (location, location._replace(name=names.base + location.name))
+            if any(_fits(scheme, tensors, place) for place in places):
+                own = scheme
+                break
+        if own is not None:
+            found[parameter] = own
+    return found
+
+
+def _fits(scheme: QuantizationScheme | None, tensors: TensorSource, location: Any) -> bool:
+    if scheme is None and location.name in tensors and tensors.dtype(location.name) in _SCALES:
+        stem = location.name.removesuffix(".weight")
+        return not any(f"{stem}.{scale}" in tensors for scale in ("weight_scale_inv", "weight_scale"))
+    return not fault_of(stored_format(scheme, location.shape), location, tensors)

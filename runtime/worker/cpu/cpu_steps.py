@@ -18,6 +18,7 @@ from runtime.models.decoder import Decoder
 from runtime.worker.cpu.decode_tapes import DecodeTapes
 from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.inputs import build_decode_input, build_input
+from runtime.worker.cpu.pinned import pin_plan
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.extras import ImageEncoder, MaskSource, Needs, StepExtra, StepWork, TokenMasks
@@ -160,6 +161,8 @@ class CpuSteps(Steps):
         if not len(work.logits):
             work.logits = self.decoder.logits(work.sampled_states)
         token_ids, logprobs = self.sampler.sample(work.logits, work.slots, work.positions, self.slots, masks)
+        if self.sampler.pinned_acceptance is not None:
+            pin_plan(work.plan, token_ids, work.slots, work.positions, self.num_slots, self.sampler.pinned_acceptance)
         work.token_ids = token_ids
         if (token_ids.cpu().numpy() < 0).any():  # its states are not finite, and neither are its keys and values
             self.poisoned = True

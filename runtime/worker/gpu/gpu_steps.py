@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -54,10 +55,12 @@ class GpuSteps(Steps):
     ) -> None:
         super().__init__(decoder, cache, num_slots, max_model_len, extras, masks, encoder)
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
-        self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device, cache.table_factors)
+        sizes, has_head = (num_slots, max_model_len, cache.block_size), bool(decoder.spec.draft_layers)
+        self.slots = DeviceSlots(*sizes, cache.device, cache.table_factors, has_head)
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
-        self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)
+        self.graph_runner = GraphRunner(self.slots.flat_state, *sizes)
+        self.graph_runner.reach -= has_head
         self.adapter_graphs = self.graph_runner.sibling()  # graphs for steps with adapters
         self.graph_io = self.graph_runner.graph_io
         self.kernels = StepKernels(decoder, cache, self.slots, self.sampler, self.graph_runner.max_rows)
@@ -70,8 +73,19 @@ class GpuSteps(Steps):
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         program = self.program_for(plan)
+        complete = None if self.head is None else self.head.watched(plan)
         program.run()
-        return program.read
+        return program.read if complete is None else lambda: complete(program.read())
+
+    def run_head(self, plan: StepPlan, graphs: Graphs, work: StepWork | None = None) -> None:
+        """Queue a head's passes. The plan's step has left its result; `work` is a launched step's."""
+        if self.head is None:
+            return
+        if graphs or work is None:
+            self.head.run(plan, graphs[0][0].shape)
+        else:
+            features = self.decoder.normed(work.hidden) if work.taps is None else work.taps.out
+            self.head.run(plan, None, features)
 
     def program_for(self, plan: StepPlan) -> StepProgram:
         """The program of a plan. Its requests leave and enter their slots first."""
@@ -80,6 +94,8 @@ class GpuSteps(Steps):
         self._free_and_open(plan)
         writes = self.slots.writes(plan, self.sampler.rows, self.images.deltas)
         self._start_transfers(plan)
+        if self.head is not None:
+            self.head.forget_loaded(plan)
         if not len(plan.slots):
             return RowlessStep(self, plan, writes)
         sampling, sampled_after = last_tokens(plan, plan.num_samples)
@@ -107,6 +123,7 @@ class GpuSteps(Steps):
           share a prefix that this very step computes, so it is never in a decode graph.
         - Several graphs would read the experts' weights several times, which one large step reads once.
         - With states, a decode graph computes single steps, and prompt pieces would begin within a chunk.
+        - Several graphs would overwrite the features that a head reads after them.
         - No graph reads an image's embeddings. Behind images, graphs shift rotary positions."""
         if needs is Needs.ALL_STATES or plan.has_images or self.images.reach(plan):
             return []
@@ -116,11 +133,14 @@ class GpuSteps(Steps):
         if only_steps and (graph := graph_runner.find(plan)) is not None:
             return [(graph, plan)]
         graphs = graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
-        return graphs if len(graphs) == 1 or not (has_states or self.decoder.spec.experts) else []
+        one_only = has_states or self.decoder.spec.experts or self.head is not None
+        return graphs if len(graphs) == 1 or not one_only else []
 
     def _repeated_graph(self, plan: StepPlan) -> StepProgram | None:
         """None if the plan lacks a graph, or its samples need more than the graph."""
-        if len(plan.freed) or plan.stores or plan.loads or not (graphs := self.graphs_for(plan, self.needs(plan))):
+        if len(plan.freed) or plan.stores or plan.loads or self.head is not None:
+            return None
+        if not (graphs := self.graphs_for(plan, self.needs(plan))):
             return None
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
@@ -143,8 +163,10 @@ class GpuSteps(Steps):
             self.graph_runner.pool = self.adapter_graphs.pool = pool
         shapes: list[DecodeShape | MixedShape] = [*self.graph_runner.decode_shapes(row_lens)]
         shapes += self.graph_runner.prefill_shapes(prefill_tokens)
-        self.kernels.allocate_outputs(max(shape.num_samples for shape in shapes))
+        self.kernels.allocate_outputs(max(s.num_samples for s in shapes), max(s.num_tokens for s in shapes))
         self.graph_runner.capture(shapes, self.kernels.step)
+        if self.head is not None:
+            self.head.capture([shape for shape in shapes if isinstance(shape, DecodeShape)])
         if self.decoder.adapters is not None:
             self.adapter_graphs.capture(shapes, partial(self.kernels.step, has_adapters=True))
 
@@ -185,6 +207,7 @@ class GraphStep(StepProgram):
         step_id = self.plan.step_id
         self.read = steps.transfers.end(lambda: StepResult(step_id, _collected(samples)))
         steps.graph_io.release_after(self.read, len(samples))
+        steps.run_head(self.plan, self.graphs)
 
 
 def _collected(samples: list[tuple[Int32s, np.ndarray]]) -> Int32s:
@@ -256,6 +279,7 @@ class StagedStep(StepProgram):
             steps.graph_io.release_after(read, len(self.graphs))
         if steps.masks is not None and work.masks is not None:
             steps.masks.sampled(work.masks, lambda: read().token_ids)
+        steps.run_head(work.plan, self.graphs, work)
 
     def _replay(self, work: StepWork) -> None:
         """Replay the graphs and collect their token ids, logits and, if needed, states in the plan's order."""
@@ -285,8 +309,11 @@ class StagedStep(StepProgram):
         offsets, order = token_offsets(plan), short_first(plan)
         embeds = steps._embeds(plan, offsets + plan.num_computed, steps.transfers)
         seen = steps.images.for_rows(plan.slots[order], plan.num_computed[order], plan.num_tokens[order])
-        given = [None if array is None else steps.transfers.upload(array) for array in seen]
-        work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan), embeds, *given)
+        rope_positions, last_visible = (None if array is None else steps.transfers.upload(array) for array in seen)
+        work.taps = steps.kernels.taps(self.shape.num_tokens)
+        work.hidden = steps.kernels.forward(
+            self.shape, self.rows, steps._has_adapters(plan), embeds, rope_positions, last_visible, work.taps
+        )
         work.last = offsets + plan.ends - 1
         if self.shape.num_samples:
             work.sampled_states = work.hidden.index_select(0, self.shape.split(self.rows)[3])
@@ -307,11 +334,15 @@ class StagedStep(StepProgram):
         steps, slots, positions = self.steps, work.slots, work.positions
         sampler, state, upload = steps.sampler, steps.slots, steps.transfers.upload
         again = sampler.wants_second_pass(slots, positions)
-        guessed = len(work.plan.draft_token_ids) > 0 and bool(sampler.penalised[slots[again]].any())
+        plan = work.plan
+        guessed = len(plan.draft_token_ids) > 0 and bool(sampler.penalised[slots[again]].any())
         if guessed:  # penalties count the draft tokens, which the first pass has overwritten with its samples
             state.apply(self.writes, upload)
+            state.restore_drafts(plan, upload)
         if steps.masks is not None:
-            work.masks = steps.masks.masks(work.plan)  # the device computes while the host makes them
+            if steps.head is not None and (plan.draft_token_ids < 0).any():
+                plan = msgspec.structs.replace(plan, draft_token_ids=np.maximum(steps.head.drafts_of(plan), 0))
+            work.masks = steps.masks.masks(plan)  # the device computes while the host makes them
         samples = work.logits, work.token_ids, slots, positions
         found = sampler.resample(*samples, state.tokens, state.params, work.masks)
         if guessed:

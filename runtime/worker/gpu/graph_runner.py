@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ _FEW_TOKENS = 1024
 _LEAST_REST = 512  # step tokens that are left for the next piece
 _NEW_TOKENS = 8192  # tokens in requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -120,6 +123,7 @@ class GraphRunner:
     def __init__(self, state: torch.Tensor, num_slots: int, max_model_len: int, block_size: int) -> None:
         """`state` is the flat state of DeviceSlots. Inputs change it; its null slot is `num_slots`."""
         self.state, self.num_slots, self.max_model_len = state, num_slots, max_model_len
+        self.reach = max_model_len  # positions in rows of decode graphs are below; a head needs one more
         self.max_rows = max(num_slots, MAX_VERIFIED)
         input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
         self.graph_io = GraphIO(input_size, self.max_rows * MAX_STEPS, state.device)
@@ -168,15 +172,19 @@ class GraphRunner:
     ) -> None:
         """Capture `step`, which maps the rows of an input to sampled token ids, for each shape. The largest shapes come
         first, so that the others find their memory in the pool."""
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
         for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
             self.graph_io.write_input(1, shape.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
-            self.run(shape, step)  # run outside the capture, to compile kernels and make workspaces
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
-                token_ids = self.run(shape, step)
-            self.add(CapturedGraph(shape, graph, token_ids))
+            self.add(CapturedGraph(shape, *self.captured(partial(self.run, shape, step))))
+
+    def captured(self, run: Callable[[], T]) -> tuple[Replayable, T]:
+        """A graph of `run`, and what its replays leave."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        run()  # outside the capture, to compile kernels and make workspaces
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
+            left = run()
+        return graph, left
 
     def add(self, graph: CapturedGraph) -> None:
         """Replay this graph from now on for the plans that it suits."""
@@ -203,7 +211,7 @@ class GraphRunner:
         row_len = min((n for n in self.graphs if n >= most), default=None)
         if row_len is None or len(plan.slots) > self.graphs[row_len][-1].shape.num_rows:
             return None
-        if row_len > 1 and int(plan.num_computed.max()) + row_len > self.max_model_len:
+        if int(plan.num_computed.max()) + row_len > self.reach:
             return None  # a row's padding tokens have positions, too
         graphs = self.graphs[row_len]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.shape.num_rows)]

@@ -11,7 +11,9 @@ from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.models.decoder import Decoder
 from runtime.models.heads.head import DraftHead
 from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.heads.cpu_head import CpuHead, HeadInputs
+from runtime.worker.heads.gpu_head import GpuHead
 from runtime.worker.sources import HeadSource, ModelSource
 from runtime.worker.steps import Steps
 
@@ -39,8 +41,10 @@ class RunnerHead:
         """`info` with the head."""
         return replace(info, head=HeadInfo(self.spec.kind, min(MAX_DRAFT_TOKENS, info.block_size - 1)))
 
-    def for_steps(self, steps: Steps) -> CpuHead:
+    def for_steps(self, steps: Steps) -> CpuHead | GpuHead:
         """The object that drafts in these steps."""
+        if isinstance(steps, GpuSteps):
+            return GpuHead(self.head, steps.kernels, steps.graph_runner)
         assert isinstance(steps, CpuSteps)
         inputs = HeadInputs(steps.sampler, steps.images, steps.attention_shapes, steps.is_tiled)
         return CpuHead(self.head, steps.decoder, steps.cache, steps.num_slots, steps.max_model_len, inputs)

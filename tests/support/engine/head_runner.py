@@ -1,6 +1,6 @@
 """A fake runner with a head, which checks every entry that the head reads.
 
-The entry of a position is a hash of the token there and the hash one position earlier. A device's tables keep what
+A position's entry is a hash: its token, and the hash one position earlier. A device's tables keep what
 their slot's last request has left. So the head must find a block, or the null block, behind a request's last one."""
 
 import numpy as np
@@ -81,7 +81,7 @@ class HeadRunner(FakeRunner):
         return mix(int(before), self.tokens[slot][position] + 1000)
 
     def _check(self, slot, last):
-        """All entries before a draft are those of the request's tokens."""
+        """Each entry before a draft is right for the request's tokens."""
         for position in range(1, min(last + 1, self.max_len)):
             found = self.entries[self.tables[slot][position // self.size], position % self.size]
             assert found == self._entry(slot, position), "an entry of the head is missing or another's"
