@@ -140,6 +140,8 @@ class ModelRunner:
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales_of_rank(scales, spec)
+            ones = torch.ones(len(spec.draft_layers), *self.kv_scales.shape[1:])  # heads bring no scales
+            self.kv_scales = torch.cat((self.kv_scales, ones.to(self.kv_scales)))
         if self.updates is not None:
             sizes, hooks = (self.memory.max_model_len, self.memory.updates), (self._drop_tapes, self._weights_changed)
             self.updates.open(self.decoder, *sizes, *hooks)
