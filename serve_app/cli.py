@@ -56,6 +56,7 @@ def parser() -> CommandParser:
         bench,
         chaos,
         chat,
+        compile,
         doctor,
         generate,
         inspect,
@@ -72,7 +73,8 @@ def parser() -> CommandParser:
     found = CommandParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
     found.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     commands = found.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
-    for command in (serve, stop, chat, launch, generate, models, inspect, pull, ls, rm, doctor, replay, bench, chaos):
+    shown = serve, stop, chat, launch, generate, models, inspect, compile, pull, ls, rm, doctor, replay, bench, chaos
+    for command in shown:
         command.add_parser(commands)
     return found
 

@@ -67,7 +67,7 @@ def test_the_core_is_closed():
     assert "runtime.base.model_info" in closure
     assert "runtime.base.config" not in closure
     assert [module for module in sorted(closure) if not module.startswith(CORE_MAY_IMPORT)] == []
-    assert sum(len(_modules(*TOPS)[module].read_text().splitlines()) for module in closure) <= 3_700
+    assert sum(len(_modules(*TOPS)[module].read_text().splitlines()) for module in closure) <= 3_720
 
 
 def test_imports_between_files_have_no_circle():

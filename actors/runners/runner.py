@@ -18,6 +18,7 @@ from actors.wire.transport import Address, connect
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
+from runtime.compilation.helper import KernelHelper
 from runtime.loading.resolve import resolve
 
 if TYPE_CHECKING:
@@ -36,13 +37,14 @@ class ModelRunnerActor(RankWeights, ModelActor):
         """Become `rank` of a group. Returns the handle by which other ranks reach this one."""
         self._rank = rank
         with self._log.recording():
+            helper = KernelHelper.early(config)  # before torch loads
             from runtime.assembly.runner import build_runner
             from runtime.worker.sources import CheckpointSource
 
             self._log.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
             self._runner: ModelRunner = build_runner(
-                config, CheckpointSource(path), Shard(rank, config.tensor_parallel_size)
+                config, CheckpointSource(path), Shard(rank, config.tensor_parallel_size), helper=helper
             )
         return self._runner.handle
 

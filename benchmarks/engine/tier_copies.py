@@ -3,14 +3,17 @@
     python -m benchmarks.engine.tier_copies --model llama-3.1-8b --gib 8
 
 The cache has a published shape's layout and random bytes. A plan stores all blocks, and another one loads them. On a
-GPU this is measured by threads, while no slot is pinned, and again once all slots are pinned. The region is new, in
-/dev/shm, and deleted at the end.
+GPU this is measured by threads, while no slot is pinned, and again once all slots are pinned. In between the region is
+opened again, as after a restart, and a load begins together with pinning. The region is new, in /dev/shm, and deleted
+at the end.
 
     | figure | what |
     | --- | --- |
-    | pin_s | seconds until all slots are pinned; half of the region has its memory before |
+    | pin_s | seconds until all slots are pinned, with that load; half of the region has its memory before |
+    | first_gb_s, first_pinned | the load that begins together with pinning; the slots that are pinned at its end |
     | store_gb_s, load_gb_s | bytes over the time from the plan's start to its last transfer's end |
     | store_host_ms, load_host_ms | the step thread's part of that time |
+    | step_store_host_us | the step thread's part of a store of 256 blocks, or of all if there are fewer |
     | equal | loaded bits equal the stored ones |
 """
 
@@ -37,6 +40,7 @@ from runtime.worker.memory import planned_cache, tier_slot_bytes
 from runtime.worker.runner import choose_numerics
 
 _GIB, _STAGING_BYTES = 1 << 30, 128 << 20
+_FIRST_SEED, _STEP_SEED = 1000, 2000  # seeds that `figures` does not use
 
 
 class Copied:
@@ -56,10 +60,10 @@ class Copied:
             runs.words.random_()
         self.copier.open(self.cache, _STAGING_BYTES, [b""], lambda: None)
 
-    def run(self, seed: int, is_store: bool) -> tuple[float, float, int]:
-        """Store or load all blocks. Returns the seconds, the step thread's part, and the number of good transfers."""
-        random = np.random.default_rng(seed)
-        numbers, keys = np.arange(self.num_blocks, dtype=np.int32), random.bytes(16 * self.num_blocks)
+    def run(self, seed: int, is_store: bool, count: int | None = None) -> tuple[float, float, int]:
+        """Store or load `count` blocks, or all. Returns the seconds, the step thread's part, and the good transfers."""
+        random, count = np.random.default_rng(seed), self.num_blocks if count is None else count
+        numbers, keys = np.arange(count, dtype=np.int32), random.bytes(16 * count)
         blocks = random.permutation(numbers) + 1
         transfers = Transfers(numbers, 0 * numbers, blocks, 0 * numbers, keys)
         if is_store:
@@ -69,7 +73,7 @@ class Copied:
         with torch.inference_mode():
             self.copier.start(StepPlan(0, stores=stores, loads=loads))
         host = time.perf_counter() - start
-        while ended < self.num_blocks:
+        while ended < count:
             self.copier.report(result, wait=True)
             good += len(result.stored) + len(result.loaded)
             ended += len(result.stored) + len(result.loaded) + len(result.damaged)
@@ -85,12 +89,31 @@ class Copied:
             loads.append((seconds, host_s))
             good += num_loaded
             self.region.drop(np.random.default_rng(seed).bytes(16 * self.num_blocks))
+        count, hosts = min(256, self.num_blocks), list[float]()
+        for seed in range(_STEP_SEED, _STEP_SEED + repeats):
+            hosts.append(self.run(seed, is_store=True, count=count)[1])
+            self.region.drop(np.random.default_rng(seed).bytes(16 * count))
         found: dict[str, float | bool] = {"loaded": good / (self.num_blocks * (repeats + 1))}
+        found["step_store_host_us"] = median(hosts) * 1e6
         for name, timed in (("store", stores[1:]), ("load", loads[1:])):
             found[f"{name}_gb_s"] = self.num_bytes / median(whole for whole, _ in timed) / 1e9
             found[f"{name}_host_ms"] = median(host for _, host in timed) * 1e3
         after = [runs.words for runs in self.cache.runs(0)]
         return found | {"equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True))}
+
+
+def _pin(copied: Copied) -> dict[str, float]:
+    """Pin all slots, and load all blocks meanwhile."""
+    assert isinstance(copied.copier, GpuCopier)
+    pinned, start = copied.copier.pinned, time.perf_counter()
+    copied.copier.ready()
+    seconds, _, good = copied.run(_FIRST_SEED, is_store=False)
+    assert good == copied.num_blocks, "a block is damaged"
+    found = {"first_gb_s": copied.num_bytes / seconds / 1e9, "first_pinned": float(pinned.num_slots)}
+    while pinned.is_pinning:
+        time.sleep(0.01)
+    assert pinned.is_whole, "the log has the reason"
+    return found | {"pin_s": time.perf_counter() - start}
 
 
 def main() -> None:
@@ -103,17 +126,14 @@ def main() -> None:
     try:
         copied = Copied(folder, args.model, args.set, int(args.gib * _GIB))
         facts: dict[str, Any] = {"model": args.model, "slot_bytes": copied.region.slot_bytes, "gib": args.gib}
-        copier = copied.copier
-        if isinstance(copier, GpuCopier) and not copier.pinned.is_whole:
+        if isinstance(copied.copier, GpuCopier) and not copied.copier.pinned.is_whole:
             results.add(config, **facts, line="threads", **copied.figures(1))
-            start = time.perf_counter()
-            copier.ready()
-            while copier.pinned.is_pinning:
-                time.sleep(0.01)
-            facts["pin_s"] = time.perf_counter() - start
-            assert copier.pinned.is_whole, "the log has the reason"
+            copied.run(_FIRST_SEED, is_store=True)
+            copied.copier.close()
+            copied = Copied(folder, args.model, args.set, int(args.gib * _GIB))
+            facts |= _pin(copied)
         results.add(config, **facts, line="copies", **copied.figures(args.repeats))
-        copier.close()
+        copied.copier.close()
     finally:
         shutil.rmtree(folder)
 

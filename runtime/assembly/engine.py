@@ -24,6 +24,7 @@ from runtime.policy.static_batching import ShortestJobFirst, StaticBatching
 from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
+from runtime.speculation.head_drafter import HeadDrafter
 from runtime.speculation.ngram import Ngram
 from runtime.tier.disk.reads import DiskReads, disk_reads_of
 from runtime.tier.extra import Tier
@@ -93,7 +94,11 @@ def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], fl
     """Return the speculation that the settings want, or None. A draft model has yet to be attached."""
     if config.draft is None:
         return None
-    drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
+    drafter: Drafter
+    if info.head is not None:
+        drafter = HeadDrafter(info.head)
+    else:
+        drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
     round_us, row_us = (FIRST_ROUND_US, FIRST_ROW_US) if config.has_draft_model else (0.0, 0.0)
     latency_us = info.latency_us + round_us
     return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock, row_us)

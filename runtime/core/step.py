@@ -33,9 +33,9 @@ class Step:
 
     __slots__ = (
         "_counts", "_draft_lens", "_draft_token_ids", "_grammars", "_kv_cache", "_new_bytes", "_num_samples", "_slots",
-        "_starts", "admitted", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "num_sampled",
-        "num_steps", "num_tokens", "overtaking", "plan", "prompt_positions", "reaches_end", "reported_rows",
-        "rows", "sampled_rows", "step_id",
+        "_starts", "admitted", "budget", "max_prompt_tokens", "new", "next_drafts", "num_prompt_tokens", "num_prompts",
+        "num_sampled", "num_steps", "num_tokens", "overtaking", "plan", "prompt_positions", "reaches_end",
+        "reported_rows", "rows", "sampled_rows", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, kv_cache: KVCacheManager, budget: int) -> None:
@@ -51,6 +51,7 @@ class Step:
         self.reported_rows: dict[int, ReportedRow] = {}  # by their numbers
         self.reaches_end = False  # True if a row computes its request's last token
         self.num_steps = 1  # times that the plan is run
+        self.next_drafts = 0  # draft tokens that the runner's head makes after each row
         self.admitted: list[RequestState] = []  # requests that get a slot with it
         self.new: list[NewSlot] = []
         self._new_bytes = 0  # their bytes
@@ -129,6 +130,8 @@ class Step:
             if not state.only_scores:
                 num_samples = 1 + len(drafts)
                 self.sampled_rows.append((state, state.epoch, drafts))
+            if self.next_drafts:
+                self._kv_cache.extend_if_free(state, end + len(drafts) + self.next_drafts)
         if drafts:
             self._add_draft_tokens(drafts)
         elif state.first_unsent is not None and end > state.first_unsent:
@@ -157,6 +160,7 @@ class Step:
             np.array(self._counts, np.int32),
             np.array(self._num_samples, np.int32),
             num_steps=self.num_steps,
+            next_drafts=self.next_drafts,
             snapshots=self._kv_cache.take_snapshots(),
         )
         if self._draft_lens:

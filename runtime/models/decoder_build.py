@@ -70,12 +70,13 @@ def build_decoder(
     num_positions: int,  # a request's most positions
     read: ReadWeight,
     communicator: Communicator | None = None,  # the spec's rank's
+    builder: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
 ) -> Decoder:
     """A decoder of the parameters that `read` returns."""
     kernels, ranks = select(numerics, spec), communicator or OneRank()
     maps = LinearMaps(spec, kernels, weight_formats(spec, numerics), read)
-    builder = LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
-    return builder.decoder(numerics, ranks)
+    build = builder or LayerBuilder
+    return build(sharded(maps, ranks, numerics.rank_invariant), num_positions).decoder(numerics, ranks)
 
 
 def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:

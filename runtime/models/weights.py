@@ -144,12 +144,16 @@ def reader(
         if part is not None:
             location = location.within((part,))
         weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
-        adds_one = weight_map.adds_one(parameter)  # fp32, because 1 + w has more digits than w
-        is_wide = adds_one or parameter.endswith(_IN_FLOAT32)
-        tensors = weight_format.read(source, location, wide if is_wide else numerics)
+        adds_one = weight_map.adds_one(parameter)
+        tensors = weight_format.read(source, location, wide if is_wide(weight_map, parameter) else numerics)
         return HeldWeight((parameter,), weight_format, (tensors[0] + 1.0,) if adds_one else tensors)
 
     return read
+
+
+def is_wide(weight_map: WeightMap, parameter: str) -> bool:
+    """Return True for a parameter that is float32 whatever the compute dtype: 1 + w has more digits than w."""
+    return weight_map.adds_one(parameter) or parameter.endswith(_IN_FLOAT32)
 
 
 def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:

@@ -45,10 +45,17 @@ class Drafter(Protocol):
 
     A drafter that has its draft tokens at once needs only `guess` and `forget`; the defaults here do the rest."""
 
+    most: int = MAX_DRAFT_TOKENS  # draft tokens of a row
+    in_runner: bool = False  # the runner makes the draft tokens in the step before
+
     @property
     def is_ready(self) -> bool:
         """True if it can draft now."""
         return True
+
+    def on_result(self, step: Step, result: StepResult) -> None:
+        """A result arrives, before its tokens are committed."""
+        return
 
     def begin_step(self) -> None:
         """A step is about to be planned."""
@@ -169,6 +176,7 @@ class Speculation(Extra):
         self.drafter.wait()
 
     def on_result(self, step: Step, result: StepResult) -> None:
+        self.drafter.on_result(step, result)
         if self._clock is not None:
             self.observe_step(DecodeShape.of(step))
 
@@ -178,6 +186,10 @@ class Speculation(Extra):
     @property
     def is_drafting(self) -> bool:
         return self.round_count > 0
+
+    @property
+    def next_drafts(self) -> int:
+        return self.round_count if self.drafter.in_runner else 0
 
     def stats(self) -> dict[str, float]:
         """Return the estimates behind the choice, for a batch of the last step's size."""
@@ -221,10 +233,11 @@ class Speculation(Extra):
         if not self.drafter.is_ready:
             self.round_count = 0
         elif self._fixed is not None:
-            self.round_count = self._fixed
+            self.round_count = min(self._fixed, self.drafter.most)
         else:
             draft_us = self.drafter.step_us(num_rows)
-            self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
+            best = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
+            self.round_count = min(best, self.drafter.most)
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
         """Return the first overhead estimates for a step with draft tokens and a plain one."""

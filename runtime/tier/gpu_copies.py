@@ -5,17 +5,21 @@
     load    lane's stream    slots -> staging, sums, staging -> blocks, after the earlier plans on the compute stream
 
 A lane is a stream with its own staging memory. Two lanes take turns in each direction, so that one copies while the
-other's kernels run. Threads copy slots that are not pinned yet, through a pinned buffer of the lane (a bounce).
+other's kernels run. Slots that are not pinned yet pass through a pinned buffer of the lane (a bounce). A thread of the
+lane has others fill or empty the bounce, and pinning pauses meanwhile. One kernel copies all small slots of a part.
 
 Without a GPU, under Triton's interpreter, streams do nothing, and all ends at once."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,28 +28,35 @@ from numpy.typing import NDArray
 
 from runtime.base.model_info import TierInfo
 from runtime.kernels.tier.block_runs import gather_runs_triton, scatter_runs_triton
+from runtime.kernels.tier.slot_copies import copy_slots_torch, copy_slots_triton
 from runtime.kernels.tier.slot_sums import slot_sums_triton
 from runtime.tier.copies import Batch, TierCopier
 from runtime.tier.pinning import Pinned
 from runtime.tier.region import Region
 from runtime.tier.sums import key_sums
+from runtime.worker.cpu.cores import available_cores
+from runtime.worker.cuda_driver import call
 
 _LANES = 2  # lanes for stores, and as many for loads
-_COPIERS = 4  # threads that copy through bounces
+_MOST_COPIERS = 8  # threads that copy through bounces
+_KERNEL_BYTES = 512 << 10  # smaller slots are copied by one kernel, larger ones one by one by the copy engine
+_JOBS = 32  # jobs that a lane makes at a time
+_interpreter = threading.Lock()  # Triton's interpreter runs one kernel at a time
 
 
 class _Job:
     """A batch on its way, and pinned memory for its arguments and results."""
 
     batch: Batch
-    work: Future[None] | None  # a thread's part; None without one
+    work: Future[None] | None  # a thread's part; None without one. Pinning pauses until it has ended
 
-    def __init__(self, most: int, on_gpu: bool) -> None:
-        self._host = torch.zeros(4 * most, dtype=torch.int64, pin_memory=on_gpu)
+    def __init__(self, host: torch.Tensor, on_gpu: bool) -> None:
+        """`host` has five words for each transfer."""
+        self._host = host
         self.done = torch.cuda.Event() if on_gpu else None  # recorded after its last copy
 
     def arguments(self, rows: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """Up to three rows of integers [n] on the device."""
+        """Up to four rows of integers [n] on the device."""
         host = self._host[: rows.size].view(rows.shape)
         host.numpy()[:] = rows
         return host.to(device, non_blocking=True)
@@ -69,7 +80,7 @@ class _Job:
 
 
 class _Lane:
-    """A stream with staging memory, and its copies in flight."""
+    """A stream with staging memory, a thread for unpinned slots, and its copies in flight."""
 
     def __init__(self, device: torch.device, num_slots: int, slot_words: int, bounces: bool) -> None:
         """With `bounces` it can copy slots that are not pinned."""
@@ -77,18 +88,38 @@ class _Lane:
         self.staging = torch.zeros(shape, dtype=torch.int64, device=device)
         self.stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
         self.bounce = torch.zeros(shape, dtype=torch.int64, pin_memory=self._on_gpu) if bounces else None
+        self.copied: Any = torch.cuda.Event() if self._on_gpu else None  # after the last copy from the bounce
+        self.thread = ThreadPoolExecutor(1, "tier-lane")
+        self.work: Future[None] | None = None  # the last job's in the thread
         self.jobs: deque[_Job] = deque()  # first in, first ended
         self.free: deque[_Job] = deque()
+        self._make_jobs()
+
+    def _make_jobs(self) -> None:
+        """Make jobs in one piece of memory: to pin some takes the driver's lock."""
+        hosts = torch.zeros((_JOBS, 5 * len(self.staging)), dtype=torch.int64, pin_memory=self._on_gpu)
+        self.free.extend(_Job(host, self._on_gpu) for host in hosts)
 
     def job(self, batch: Batch) -> _Job:
         """A job for a batch. Ended jobs are used again once their results have been read."""
-        job = self.free.pop() if self.free else _Job(len(self.staging), self._on_gpu)
+        if not self.free:
+            self._make_jobs()
+        job = self.free.pop()
         job.batch, job.work = batch, None
         return job
 
+    @property
+    def is_working(self) -> bool:
+        """True while the thread has jobs. The stream and the bounce then belong to it."""
+        return self.work is not None and not self.work.done()
+
+    def submit(self, job: _Job, work: Callable[..., None], *arguments: object) -> None:
+        """Run a part of the job in the thread."""
+        job.work = self.work = self.thread.submit(work, self, job, *arguments)
+
     def on(self) -> AbstractContextManager[Any]:
         """A context with kernels and copies on the lane's stream."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return _interpreter if self.stream is None else torch.cuda.stream(self.stream)
 
     def record(self, job: _Job) -> None:
         """The job's copies so far are all of the device's."""
@@ -112,26 +143,58 @@ class GpuCopier(TierCopier):
         make = (_Lane(self._device, self._most, self.info.slot_bytes // 8, bounces) for _ in range(2 * _LANES))
         self._lanes = list(make)
         self._store_lanes, self._load_lanes = cycle(self._lanes[:_LANES]), cycle(self._lanes[_LANES:])
-        self._storer, self._loader = (ThreadPoolExecutor(1, f"tier-{name}") for name in ("stores", "loads"))
-        self._copiers = ThreadPoolExecutor(_COPIERS, "tier-copies")
-        self._last_load: Future[None] | None = None  # the last load in a thread
+        self._num_copiers = min(_MOST_COPIERS, available_cores())
+        self._copiers = ThreadPoolExecutor(self._num_copiers, "tier-copies")
         self._build_kernels()
 
     @torch.inference_mode()
     def _build_kernels(self) -> None:
-        """Copy a block of each layout to a slot and back."""
-        start = torch.zeros(1, dtype=torch.int64, device=self._device)
+        """Copy a block of each layout to a slot, from there to the host, and back."""
+        start, lane = torch.zeros(1, dtype=torch.int64, device=self._device), self._lanes[0]
+        host = torch.zeros(lane.staging.shape[1], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        address = torch.full((1,), host.data_ptr(), device=self._device)
         for runs in self._runs.values():
-            first, slots = 0, self._lanes[0].staging[:1]
+            first, slots = 0, lane.staging[:1]
             for own in runs:
                 gather_runs_triton(own, start, slots, first)
+                first += own.size
+            if 8 * first < _KERNEL_BYTES:
+                for to_host in (True, False):
+                    copy_slots_triton(slots, address, first, to_host)
+            slot_sums_triton(slots, first)
+            first = 0
+            for own in runs:
                 scatter_runs_triton(own, start, slots, first, start == 0)
                 first += own.size
-            slot_sums_triton(slots, first)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # `host` ends here
 
     def _compute(self) -> Any:
         """The stream of this thread's steps; None without a GPU."""
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _places(self, lane: _Lane, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each slot's pinned memory, and the slots that are not pinned. These have the bounce's first rows."""
+        is_bounced = slots >= self.pinned.num_slots
+        unpinned, places = slots[is_bounced], self.payload.data_ptr() + slots * self.info.slot_bytes
+        if len(unpinned):
+            assert lane.bounce is not None
+            places[is_bounced] = lane.bounce.data_ptr() + np.arange(len(unpinned)) * self.info.slot_bytes
+        return places, unpinned
+
+    def _copy(self, lane: _Lane, places: NDArray[np.int64], on_device: torch.Tensor, size: int, to_host: bool) -> None:
+        """Copy between staging and host memory, on the lane's stream. `on_device` has the places, too."""
+        slots = lane.staging[: len(places)]
+        if 8 * size < _KERNEL_BYTES and self.pinned.is_mapped:
+            copy_slots_triton(slots, on_device, size, to_host)
+        elif lane.stream is None:
+            copy_slots_torch(slots, on_device, size, to_host)
+        else:
+            stream, num_bytes = ctypes.c_void_p(lane.stream.cuda_stream), ctypes.c_size_t(8 * size)
+            for i, host in enumerate(places.tolist()):
+                pair = slots.data_ptr() + i * self.info.slot_bytes, host
+                target, source = map(ctypes.c_uint64, pair[::-1] if to_host else pair)
+                call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     # ---- stores -----------------------------------------------------------------------------------------------------
 
@@ -140,41 +203,34 @@ class GpuCopier(TierCopier):
         for part in batch.cut(self._most):
             lane, size = next(self._store_lanes), part.size
             job, slots = lane.job(part), lane.staging[: len(part.numbers)]
-            unpinned = set(np.flatnonzero(part.slots >= self.pinned.num_slots).tolist())
-            if unpinned:
-                for earlier in list(lane.jobs):
-                    earlier.wait()  # a thread may still read the bounce
+            places, unpinned = self._places(lane, part.slots)
+            if len(unpinned) and lane.work is not None:
+                lane.work.exception()  # the thread may still read the bounce
+            with lane.on():
+                *starts, on_device = job.arguments(np.concatenate((part.starts, places[None])), self._device)
             if compute is not None:
                 compute.wait_stream(lane.stream)  # the staging is free
             first = 0
-            for runs, starts in zip(part.runs, job.arguments(part.starts, self._device), strict=True):
-                gather_runs_triton(runs, starts, slots, first)
+            for runs, own in zip(part.runs, starts, strict=True):
+                gather_runs_triton(runs, own, slots, first)
                 first += runs.size
             if compute is not None:
                 lane.stream.wait_stream(compute)
             with lane.on():
                 job.results.copy_(slot_sums_triton(slots, size), non_blocking=True)
-                for i, slot in enumerate(part.slots.tolist()):
-                    self._host_row(lane, slot, i, unpinned)[:size].copy_(slots[i, :size], non_blocking=True)
+                self._copy(lane, places, on_device, size, to_host=True)
             lane.record(job)
-            if unpinned:
-                job.work = self._storer.submit(self._copy_out, lane, job, unpinned)
+            if len(unpinned):
+                self.pinned.pause()
+                lane.submit(job, self._copy_out, unpinned)
             lane.jobs.append(job)
 
-    def _host_row(self, lane: _Lane, slot: int, i: int, unpinned: set[int]) -> torch.Tensor:
-        """The pinned memory for a slot: its own, or the lane's."""
-        if i not in unpinned:
-            return self.payload[slot]
-        assert lane.bounce is not None
-        return lane.bounce[i]
-
     @torch.inference_mode()
-    def _copy_out(self, lane: _Lane, job: _Job, unpinned: set[int]) -> None:
+    def _copy_out(self, lane: _Lane, job: _Job, unpinned: NDArray[np.int64]) -> None:
         """Copy from the bounce to the slots, in a thread."""
-        assert lane.bounce is not None
         if job.done is not None:
             job.done.synchronize()
-        self._bounce(lane, job.batch, unpinned, is_store=True)
+        self._bounce(lane, unpinned, job.batch.size, is_store=True)
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
@@ -184,31 +240,30 @@ class GpuCopier(TierCopier):
         for part in batch.cut(self._most):
             lane = next(self._load_lanes)
             job = lane.job(part)
-            # The lanes belong to the thread until its last load has begun.
-            if self.pinned.is_whole and (self._last_load is None or self._last_load.done()):
-                self._copy_in(lane, job, set(), earlier_plans)
+            if self.pinned.is_whole and not lane.is_working:
+                self._copy_in(lane, job, earlier_plans)
             else:
-                unpinned = set(np.flatnonzero(part.slots >= self.pinned.num_slots).tolist())
-                job.work = self._last_load = self._loader.submit(self._copy_in, lane, job, unpinned, earlier_plans)
+                self.pinned.pause()
+                lane.submit(job, self._copy_in, earlier_plans)
             lane.jobs.append(job)
 
     @torch.inference_mode()
-    def _copy_in(self, lane: _Lane, job: _Job, unpinned: set[int], earlier_plans: Any) -> None:
-        """Queue a load's copies. A thread first fills the bounce."""
+    def _copy_in(self, lane: _Lane, job: _Job, earlier_plans: Any) -> None:
+        """Queue a load's copies. A lane's thread first fills the bounce, while the other lane's goes to the device."""
         batch, size, slots = job.batch, job.batch.size, lane.staging[: len(job.batch.numbers)]
         expected = self.region.sums(self.rank, batch.slots) ^ key_sums(batch.keys)
-        if unpinned:
-            assert lane.bounce is not None
-            if lane.stream is not None:
-                lane.stream.synchronize()  # the bounce is free
-            self._bounce(lane, batch, unpinned, is_store=False)
+        places, unpinned = self._places(lane, batch.slots)
+        if len(unpinned):
+            if lane.copied is not None:
+                lane.copied.synchronize()  # the bounce is free
+            self._bounce(lane, unpinned, size, is_store=False)
         with lane.on():
+            arguments = np.concatenate((batch.starts, expected.view(np.int64)[None], places[None]))
+            *starts, sums, on_device = job.arguments(arguments, self._device)
+            self._copy(lane, places, on_device, size, to_host=False)
             if lane.stream is not None:
+                lane.copied.record(lane.stream)
                 lane.stream.wait_event(earlier_plans)
-            arguments = np.concatenate((batch.starts, expected.view(np.int64)[None]))
-            *starts, sums = job.arguments(arguments, self._device)
-            for i, slot in enumerate(batch.slots.tolist()):
-                slots[i, :size].copy_(self._host_row(lane, slot, i, unpinned)[:size], non_blocking=True)
             fits, first = slot_sums_triton(slots, size) == sums, 0
             for runs, own in zip(batch.runs, starts, strict=True):
                 scatter_runs_triton(runs, own, slots, first, fits)
@@ -216,13 +271,13 @@ class GpuCopier(TierCopier):
             job.results.copy_(fits.long(), non_blocking=True)
         lane.record(job)
 
-    def _bounce(self, lane: _Lane, batch: Batch, unpinned: set[int], is_store: bool) -> None:
-        """Copy between the bounce and slots, in several threads. torch would start threads of its own for each slot."""
+    def _bounce(self, lane: _Lane, unpinned: NDArray[np.int64], size: int, is_store: bool) -> None:
+        """Copy between the bounce's first rows and slots, in several threads."""
         assert lane.bounce is not None
-        bounce, payload, size = lane.bounce.numpy(), self.payload.numpy(), batch.size
-        rows = [(payload[int(batch.slots[i]), :size], bounce[i, :size]) for i in unpinned]
-        parts = [rows[first::_COPIERS] for first in range(_COPIERS)]
-        for _ in self._copiers.map(partial(_copy_all, is_store=is_store), parts):
+        rows, payload = lane.bounce[: len(unpinned)].numpy(), self.payload.numpy()
+        cuts = pairwise(np.linspace(0, len(unpinned), self._num_copiers + 1).astype(int).tolist())
+        shares = [(unpinned[begin:end], rows[begin:end]) for begin, end in cuts if begin < end]
+        for _ in self._copiers.map(partial(_copy_share, payload, size, is_store), shares):
             pass
 
     # ---- ends -------------------------------------------------------------------------------------------------------
@@ -236,8 +291,9 @@ class GpuCopier(TierCopier):
         """The lane's first job has ended."""
         job = lane.jobs.popleft()
         batch, results = job.batch, job.results.numpy()
-        if job.work is not None and (error := job.work.exception()) is not None:
-            raise error
+        if job.work is not None:
+            self.pinned.resume()
+            job.work.result()
         is_store = lane in self._lanes[:_LANES]
         if is_store:
             sums = results.view(np.uint64) ^ key_sums(batch.keys)
@@ -257,12 +313,17 @@ class GpuCopier(TierCopier):
 
     def close(self) -> None:
         super().close()
-        for thread in (self._storer, self._loader, self._copiers):
-            thread.shutdown()
+        for threads in (*(lane.thread for lane in self._lanes), self._copiers):
+            threads.shutdown()
         self.pinned.close()
 
 
-def _copy_all(rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]], is_store: bool) -> None:
-    """Copy from slots to rows of the bounce, or with `is_store` back."""
-    for slot, row in rows:
-        np.copyto(*((slot, row) if is_store else (row, slot)))
+def _copy_share(
+    payload: NDArray[np.int64], size: int, is_store: bool, share: tuple[NDArray[np.int64], NDArray[np.int64]]
+) -> None:
+    """Copy slots to the bounce's rows, or with `is_store` back. Numpy copies them all without Python's lock."""
+    slots, rows = share
+    if is_store:
+        payload[:, :size][slots] = rows[:, :size]
+    else:
+        np.take(payload, slots, 0, out=rows, mode="clip")  # other modes copy twice

@@ -1,7 +1,9 @@
 """Pinning: a GPU's driver learns the region's memory piece by piece, so that the GPU can copy from and to it.
 
-Threads populate the memory while the runner starts, without the driver's lock. Pinning begins when the runner is ready,
-since it would slow down the capture of graphs."""
+It begins when the runner is ready, because it would slow down the start. Populating memory delays weights, and
+the driver's lock delays captures of graphs. Two threads populate memory without that lock, and a third one pins it.
+All three pause while copies pass through a bounce: these need the lock and the memory's speed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import logging
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 
@@ -18,9 +21,13 @@ from runtime.worker.cuda_driver import call
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 64 << 20  # a piece takes about 10 ms, and steps wait as long for the driver's lock
+_PIECE_BYTES = 16 << 20  # a piece takes 2 or 3 ms, and steps wait as long for the driver's lock
+_POPULATED_BYTES = 4 << 20  # bytes of one madvise, during which the process cannot map memory
 _POPULATE_WRITE = 23  # madvise: give a range its pages; kernels before Linux 5.14 refuse it
-_NUM_THREADS = 8
+_NUM_THREADS = 2
+_BREAK_S = 2e-3  # time for others between two pieces, since the driver's lock is not fair
+_MOST_PAUSE_S = 0.1  # limit of each pause, so that pinning ends although copies never do
+_PORTABLE, _DEVICEMAP = 1, 2  # flags for all contexts, and for the device's addresses
 _RELAXED = 2  # capture mode: this thread's calls do not disturb a graph's capture in another thread
 
 
@@ -28,20 +35,18 @@ class Pinned:
     """A rank's payload. The first slots are pinned, more and more of them. A copy never crosses two pieces."""
 
     def __init__(self, payload: torch.Tensor, device: torch.device) -> None:
-        """`payload` is [num_slots, slot_words]. A slot has whole pages. On a GPU, threads begin to populate it."""
+        """`payload` is [num_slots, slot_words]. A slot has whole pages."""
         self._payload, self._device, self._stop = payload, device, threading.Event()
         self._slot_bytes = payload.stride(0) * 8
         self._pieces: list[int] = []  # addresses
         self.num_slots = len(payload) if device.type != "cuda" else 0  # the pinned ones; all of them without a GPU
+        self.is_mapped = True  # the device can use the pinned slots' host addresses
+        self._lock, self._num_pauses, self._may_run = threading.Lock(), 0, threading.Event()
+        self._may_run.set()
         # It keeps the memory until the driver has unpinned it. When the process ends, the driver does so itself.
         self._unpin = weakref.finalize(self, _unpin, self._pieces, device, payload)
         self._unpin.atexit = False
         self._thread = threading.Thread(target=self._pin, name="tier-pinning", daemon=True)
-        self._parts = payload.split(max(1, _PIECE_BYTES // self._slot_bytes))
-        if device.type == "cuda":
-            self._pool = ThreadPoolExecutor(_NUM_THREADS, "tier-pages")
-            self._populated = [self._pool.submit(self._populate, part) for part in self._parts]
-            self._pool.shutdown(wait=False)
 
     def begin(self) -> None:
         """Begin to pin in a thread, on a GPU."""
@@ -58,29 +63,66 @@ class Pinned:
         """True while the thread runs. It ends when all slots are pinned, or after an error."""
         return self._thread.is_alive()
 
+    def pause(self) -> None:
+        """Pause after the current piece until as many calls of `resume`, from any threads."""
+        with self._lock:
+            self._num_pauses += 1
+            self._may_run.clear()
+
+    def resume(self) -> None:
+        """End one pause."""
+        with self._lock:
+            self._num_pauses -= 1
+            if not self._num_pauses:
+                self._may_run.set()
+
+    def _populate_all(self, parts: Sequence[torch.Tensor], done: threading.Semaphore) -> None:
+        for part in parts:
+            self._populate(part)
+            done.release()
+
     def _populate(self, part: torch.Tensor) -> None:
-        if not self._stop.is_set():
-            address, size = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
-            ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE)  # if it fails, pinning is slower
+        begin, size = part.data_ptr(), len(part) * self._slot_bytes
+        for at in range(0, size, _POPULATED_BYTES):
+            if self._stop.is_set():
+                return
+            self._may_run.wait(_MOST_PAUSE_S)
+            count = ctypes.c_size_t(min(_POPULATED_BYTES, size - at))
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin + at), count, _POPULATE_WRITE)  # else pinning is slower
 
     def _pin(self) -> None:
-        start = time.perf_counter()
+        start, parts = time.perf_counter(), self._payload.split(max(1, _PIECE_BYTES // self._slot_bytes))
+        populated = [threading.Semaphore(0) for _ in range(_NUM_THREADS)]  # each thread's parts, which take turns
+        for first, done in enumerate(populated):
+            own = parts[first::_NUM_THREADS]
+            threading.Thread(target=self._populate_all, args=(own, done), name="tier-pages", daemon=True).start()
         try:
             torch.cuda.mem_get_info(self._device)  # any call of the runtime gives this thread a context
             call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
-            for part, populated in zip(self._parts, self._populated, strict=True):
-                populated.result()
-                if self._stop.is_set():
+            for part, done in zip(parts, cycle(populated), strict=False):
+                done.acquire()
+                self._may_run.wait(_MOST_PAUSE_S)
+                if self._stop.wait(_BREAK_S):
                     return
-                address, size = ctypes.c_uint64(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
-                call("cuMemHostRegister_v2", address, size, ctypes.c_uint(0))
-                self._pieces.append(address.value)
-                self.num_slots += len(part)
+                self._pin_part(part)
         except OSError as e:
+            self._stop.set()
             logger.warning("%d of %d slots of the tier are pinned: %s", self.num_slots, len(self._payload), e.strerror)
             return
         gib, seconds = len(self._payload) * self._slot_bytes / (1 << 30), time.perf_counter() - start
         logger.info("tier: %.1f GiB pinned in %.1f s", gib, seconds)
+
+    def _pin_part(self, part: torch.Tensor) -> None:
+        address, size = ctypes.c_uint64(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
+        call("cuMemHostRegister_v2", address, size, ctypes.c_uint(_PORTABLE | _DEVICEMAP))
+        self._pieces.append(address.value)
+        try:
+            mapped = ctypes.c_uint64()
+            call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, ctypes.c_uint(0))
+            self.is_mapped &= mapped.value == address.value
+        except OSError:
+            self.is_mapped = False
+        self.num_slots += len(part)
 
     def close(self) -> None:
         """Unpin all. No copy is in flight."""

@@ -28,6 +28,7 @@ from runtime.base.arrays import Int32s
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model_info import ModelInfo
+from runtime.base.shard import Shard
 from runtime.base.weight_parts import GroupInfo, WeightPart
 from runtime.base.weight_version import WeightVersion
 from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
@@ -35,6 +36,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -296,6 +298,23 @@ class ReadsWeights(Protocol):
         """Read them again. `take` keeps them in their memory where that matters."""
 
 
+class KernelsAhead(Protocol):
+    """Kernels that other processes compile while a runner reads its weights."""
+
+    def wait(self) -> None:
+        """Wait until all are compiled, or have failed. Never raises, because a launch compiles a missing kernel."""
+
+
+class KernelParts(NamedTuple):
+    """A runner on a GPU, before its weights are read."""
+
+    config: EngineConfig  # sized for the device
+    source: ModelSource
+    numerics: Numerics
+    shard: Shard
+    is_draft: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerExtras:
     """The features that plug into a runner. The defaults plug in nothing."""
@@ -307,6 +326,8 @@ class RunnerExtras:
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
+    kernels: Callable[[KernelParts], KernelsAhead | None] | None = None
+    group: Callable[[EngineConfig, DecoderSpec, Numerics], RankGroup] = RankGroup
     row_lens: Sequence[int] = ()  # tokens in a row, besides one, in frequent decode steps (speculation)
 
 

@@ -35,6 +35,8 @@ from runtime.worker.cpu.cores import available_cores
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import (
     NO_EXTRAS,
+    KernelParts,
+    KernelsAhead,
     ReadsWeights,
     RunnerExtras,
     RunnerParts,
@@ -47,7 +49,6 @@ from runtime.worker.extras import (
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, planned_cache, resize_kv
-from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource, image_info
 from runtime.worker.state_cache import StateCache
 from runtime.worker.warmup import WarmUp
@@ -92,7 +93,10 @@ class ModelRunner:
         self._sleep_memory: SleepMemory | None = None
         if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
             self._sleep_memory = extras.sleep_memory(numerics.device)
-        self._group = RankGroup(config, self.spec, numerics)
+        self._kernels: KernelsAhead | None = None
+        if numerics.backend == "triton" and numerics.device.type == "cuda" and extras.kernels is not None:
+            self._kernels = extras.kernels(KernelParts(config, source, numerics, self.shard, is_draft))
+        self._group = extras.group(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
             self.open(self.load([self.handle]).num_kv_blocks)
@@ -135,6 +139,8 @@ class ModelRunner:
             self.updates.open(self.decoder, *sizes, *hooks)
         group.barrier()  # all ranks have read their weights
         if numerics.backend == "triton" and numerics.device.type == "cuda":
+            if self._kernels is not None:
+                self._kernels.wait()
             self._measure_memory()
         return self._describe()
 
@@ -222,7 +228,9 @@ class ModelRunner:
     def _measure_memory(self) -> None:
         """Give the KV cache the memory that is free after the largest step. That step runs on a cache of one block."""
         numerics, config = self.numerics, self.config
+        start = time.perf_counter()
         WarmUp(self._make_steps(1), self.memory).run_largest_steps()
+        logger.info("memory: the largest steps ran in %.1f s", time.perf_counter() - start)
         room = available_memory(numerics.device, config.gpu_memory_utilization)
         self.memory = resize_kv(self.memory, config, room)
 

@@ -58,6 +58,7 @@ class WarmUp:
     def build_kernels(self, on_gpu: bool) -> None:
         """Run rows with one, a few and many tokens. Libraries build every kernel now, so that requests do not wait
         for a compiler."""
+        start = time.perf_counter()
         for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
             for adapter in range(self.adapter + 1):
                 self._run_prompts([min(length, self.longest_prompt)], adapter=adapter)
@@ -68,7 +69,7 @@ class WarmUp:
                 self._run_prompts([min(length, self.longest_prompt)], SamplingParams(max_tokens=1, pooled=True))
         if (encoder := self.steps.encoder) is not None:
             self._run_prompts([2], SamplingParams(), image=encoder.smallest())
-        logger.info("kernels: built and run once")
+        logger.info("kernels: built and run once in %.1f s", time.perf_counter() - start)
 
     def large_step_us(self) -> float:
         """Time of a decode step with many rows, a few steps in flight."""

@@ -11,6 +11,7 @@ from runtime.kernels.tier.block_runs import (
     scatter_runs_torch,
     scatter_runs_triton,
 )
+from runtime.kernels.tier.slot_copies import copy_slots_torch, copy_slots_triton
 from runtime.kernels.tier.slot_sums import slot_sums_torch, slot_sums_triton
 from runtime.tier.sums import payload_sums
 from tests.kernels.backends import BACKENDS, Backend
@@ -70,3 +71,26 @@ def test_sums_are_those_of_the_region(size: int, backend: Backend):
     changed = words.clone()
     changed[1, size - 1] ^= 1 << 63
     assert (sums(changed.to(backend.device), size).cpu().numpy().view(np.uint64) == got).tolist() == [True, False, True]
+
+
+@on_backends
+@pytest.mark.parametrize(("size", "count"), [(1, 3), (4096, 1), (5000, 20)])
+def test_slots_move_to_host_and_back(size: int, count: int, backend: Backend):
+    """Programs copy several blocks each, and no other word changes."""
+    copy, is_gpu = copy_slots_triton if backend.name == "triton" else copy_slots_torch, backend.device == "cuda"
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (count, 5008), generator=generator)
+    host = torch.zeros((count + 1, 5008), dtype=torch.int64, pin_memory=is_gpu)
+    rows = torch.randperm(count, generator=generator) + 1
+    addresses = (rows * 5008 * 8 + host.data_ptr()).to(backend.device)
+    copy(words.to(backend.device), addresses, size, True)
+    if is_gpu:
+        torch.cuda.synchronize()
+    assert torch.equal(host[rows, :size], words[:, :size])
+    assert not host[0].any()
+    assert not host[:, size:].any()
+
+    slots = torch.zeros_like(words, device=backend.device)
+    copy(slots, addresses, size, False)
+    assert torch.equal(slots[:, :size].cpu(), words[:, :size])
+    assert not slots[:, size:].any()

@@ -1,8 +1,5 @@
 """Blocks and states through a tier: the same bits on every backend, whatever happens to the slots meanwhile."""
 
-import mmap
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +7,6 @@ import pytest
 import torch
 
 from runtime.tier.gpu_copies import GpuCopier
-from runtime.tier.pinning import Pinned
 from tests.support.engine.tier_copies import SPECS, STATE, CopiedCache, keys_of
 from tests.triton import INTERPRETING
 
@@ -189,8 +185,10 @@ def test_two_ranks_load_only_what_both_have(backend: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypatch):
-    """Some slots pass through a lane's bounce, in both directions."""
+@pytest.mark.parametrize("is_small", [True, False])
+def test_threads_copy_what_is_not_pinned(is_small: bool, backend: str, tmp_path: Path, monkeypatch):
+    """Some slots pass through a lane's bounce, in both directions, in one kernel or slot by slot."""
+    monkeypatch.setattr("runtime.tier.gpu_copies._KERNEL_BYTES", 512 << 10 if is_small else 0)
     monkeypatch.setattr("runtime.tier.pinning.Pinned.is_whole", False)
     monkeypatch.setattr("runtime.tier.pinning.Pinned._pin", lambda self: None)
     made = CopiedCache(tmp_path, SPECS["two lengths"], backend, staging=12)
@@ -204,15 +202,3 @@ def test_threads_copy_what_is_not_pinned(backend: str, tmp_path: Path, monkeypat
     for place, bits in zip(sources, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(made.block(*place), bits, strict=True))
     made.copier.close()
-
-
-def test_memory_is_populated_before_it_is_pinned():
-    """Slots have pages before the driver is asked for them."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(1 << 20)
-        payload = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(16, -1))
-        pinned = Pinned(payload, torch.device("cpu"))
-        assert os.fstat(file.fileno()).st_blocks == 0
-        pinned._populate(payload[4:8])
-        assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 18
-        pinned.close()

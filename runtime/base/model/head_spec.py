@@ -11,15 +11,15 @@ from runtime.base.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The layers of a head, and what it takes from its target.
+    """A head's layers, and its inputs from the target.
 
-    A head's keys and values for (token t at position p, feature of position p - 1) are at position p. So they depend on
-    the tokens up to p alone, like those of the target (C5). Position 0 has none: its layers have `first_key` 1."""
+    A position's keys and values come from its token, and from the target's feature one position earlier. So they depend
+    on the tokens up to there alone, as the target's do (C5). Position 0 has none: its layers have `first_key` 1."""
 
     kind: str  # mtp, eagle3 or eagle: which forward pass (runtime/models/heads)
     decoder: DecoderSpec  # its layers; the vocabulary is the draft's
     target_hidden: int  # the target's hidden size
-    taps: tuple[int, ...] = ()  # target layers whose inputs are a token's feature; () for the final norm's output
+    taps: tuple[int, ...] = ()  # a token's feature is the input of these target layers; () for the final norm's output
     own_embedding: bool = False  # False if it reads the target's token embedding
     own_head: bool = False  # False if it uses the target's output head
     num_ids: int = 0  # draft vocabulary with ids of its own (d2t); 0 if ids are the target's

@@ -1,9 +1,7 @@
 """DraftHead: a head with its weights. Runners call it after the target has sampled.
 
-| pass | tokens |
-| --- | --- |
-| extend | the target's rows, shifted by one: (token at position p, feature of position p - 1) for each p |
-| single | one more token a row: the draft token before, with `recycled` in place of a feature |
+- extend: the target's rows, shifted by one. A position takes its token, and the feature one position earlier.
+- single: one more token a row. It takes the draft token before, and `recycled` in place of a feature.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.kernels.collectives.communicator import TIMEOUT_S, Communicator, OneRank
 from runtime.kernels.numerics import Numerics
-from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
+from runtime.worker.ranks.peer_memory import Memory, PeerMemory, inbox_bytes_of
 from runtime.worker.ranks.shared_memory import SharedMemory
 
 _MOST_BYTES = 1 << 24  # operand that is sent in one piece between processes on a CPU
@@ -24,8 +24,10 @@ class RankGroup:
     Steps use `communicator`. Ranks take different times to load, longer than its limits allow, so they first wait for
     each other in `barrier`."""
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> None:
-        """`config` is `sized_for` a device."""
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics, memory: Memory | None = None
+    ) -> None:
+        """`config` is `sized_for` a device. `memory` replaces the driver's memory that peers reach."""
         self.communicator: Communicator = OneRank()
         self._meeting: Communicator = OneRank()
         self.handle = b""
@@ -37,7 +39,7 @@ class RankGroup:
             self._meeting = SharedMemory(rank, size, 64, timeout_s=_PATIENCE_S)
             if numerics.backend == "triton" and device.type == "cuda":
                 self.communicator = PeerMemory(
-                    rank, size, inbox_bytes_of(size, num_bytes), device, tree, timeout_s=_WARM_UP_S
+                    rank, size, inbox_bytes_of(size, num_bytes), device, tree, timeout_s=_WARM_UP_S, memory=memory
                 )
             else:
                 self.communicator = SharedMemory(rank, size, min(num_bytes, _MOST_BYTES), tree)

@@ -10,6 +10,7 @@ from runtime.base.model_info import ModelInfo
 from runtime.base.reports import PromptScores, TokenLogprobs, Vector, Verified
 from runtime.base.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
+from runtime.speculation.head_drafter import HeadDrafter
 from tests.support.engine.fake_runner import (
     EOS,
     VOCAB,
@@ -26,13 +27,13 @@ from tests.support.engine.fake_runner import (
 def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
     kv_cache, labels, num_states = kw.pop("kv_cache", None), kw.pop("num_labels", 0), kw.pop("num_states", 0)
-    images = kw.pop("images", None)
+    images, head = kw.pop("images", None), kw.pop("head", None)
     config = EngineConfig(**kw)
     size = max_len if config.kv_layout == "contiguous" else config.block_size
     if config.kv_layout == "contiguous":
         blocks = config.max_num_seqs + 1
     pooling = Pooling("last", num_labels=labels)
-    places = {"kv_cache": kv_cache, "pooling": pooling, "num_states": num_states, "images": images}
+    places = {"kv_cache": kv_cache, "pooling": pooling, "num_states": num_states, "images": images, "head": head}
     return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none", **places)
 
 
@@ -112,7 +113,10 @@ class Session:
     def __init__(self, share_right=None, fixed=None, most_beside=None, **kw) -> None:
         self.config, self.info = make(**kw)
         self.runner = self.runner_type(self.config, self.info)
-        speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
+        drafter = None if share_right is None else Oracle(share_right)
+        if self.info.head is not None:
+            drafter = HeadDrafter(self.info.head)
+        speculation = None if drafter is None else Speculation(drafter, fixed, STEP_US, 0.2)
         self.core = build_engine(self.config, self.info, self.runner, speculation, FixedPacing(most_beside))
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}

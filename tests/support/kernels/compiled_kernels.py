@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 _FILE = Path(__file__).parents[2] / "data" / "compiled_kernels.jsonl"
@@ -40,20 +35,3 @@ def make_hashes_stable() -> None:
         return str(plain(self))
 
     owner.cache_key = property(cache_key)
-
-
-def unless_known(compile_: Callable[..., Any], known: dict[str, dict[str, Any]]) -> Callable[..., Any]:
-    """`compile_`, but a kernel in `known` has its hash alone."""
-
-    def compile_unknown(src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
-        backend = make_backend(target)
-        parsed = backend.parse_options(options | src.parse_options())
-        key = get_cache_key(src, backend, parsed, get_cache_invalidating_env_vars())
-        found = hashlib.sha256(key.encode()).hexdigest()
-        if found in known:
-            return SimpleNamespace(hash=found)
-        kernel = compile_(src, target=target, options=options)
-        assert kernel.hash == found, "Triton computes hashes in another way"
-        return kernel
-
-    return compile_unknown

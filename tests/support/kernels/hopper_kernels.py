@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +35,7 @@ from benchmarks.kernels.random_weights import random_weight  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.base.model.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.base.types import SamplingParams  # noqa: E402
+from runtime.compilation.triton_cache import Compilation, recorded_launches  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.kernels import triton_language  # noqa: E402
 from runtime.kernels.attention.output_gate import gate_output_triton  # noqa: E402
@@ -63,6 +62,7 @@ from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
 from runtime.kernels.step.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.kernels.tier.block_runs import BlockRuns, gather_runs_triton, scatter_runs_triton  # noqa: E402
+from runtime.kernels.tier.slot_copies import copy_slots_triton  # noqa: E402
 from runtime.kernels.tier.slot_sums import slot_sums_triton  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.quant.held_weight import HeldWeight, held_dense  # noqa: E402
@@ -116,19 +116,6 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
 # steps have the last prefill only.
 _AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
 PREFILLS = ((300, SamplingParams()), (1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
-
-
-class Hopper:
-    """The calls of a driver that Triton makes before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -328,6 +315,8 @@ def tier_copies() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} to slots", partial(gather_runs_triton, runs, starts, slots, 0)
         yield f"{name} from slots", partial(scatter_runs_triton, runs, starts, slots, 0, fits)
     yield "sums of slots", partial(slot_sums_triton, slots, 1 << 18)
+    for to_host in (True, False):
+        yield f"small slots, to host {to_host}", partial(copy_slots_triton, slots, starts, 40960, to_host)
 
 
 def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
@@ -351,18 +340,17 @@ LAUNCHES = (
 
 def main() -> None:
     compiled_kernels.make_hashes_stable()
-    seen, case, launch = dict[str, dict[str, Any]](), "", JITFunction.run
-    known = compiled_kernels.read()
+    known, seen = compiled_kernels.read(), list[dict[str, Any]]()
+    case = ""
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in seen:
-            seen[kernel.hash] = known.get(kernel.hash) or line_of(kernel)
-            print(json.dumps(seen[kernel.hash] | {"case": case}), flush=True)
+    def compile_new(new: Compilation) -> None:
+        line = known.get(new.key) or line_of(new.compile())
+        assert line["hash"] == new.key, "Triton computes hashes in another way"
+        seen.append(line)
+        print(json.dumps(line | {"case": case}), flush=True)
 
-    JITFunction.run = compile_only
-    triton.compiler.compile = compiled_kernels.unless_known(triton.compiler.compile, known)
-    driver.set_active(Hopper())
+    recording = ExitStack()
+    recording.enter_context(recorded_launches((9, 0), compile_new))
     triton_language._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
     tiles.multiplies_fp8 = lambda device: True
@@ -414,7 +402,7 @@ def main() -> None:
     for case, run in itertools.chain.from_iterable(make() for make in LAUNCHES):  # noqa: B007
         run()
     if "--write" in sys.argv:
-        compiled_kernels.write(seen.values())
+        compiled_kernels.write(seen)
 
 
 if __name__ == "__main__":
