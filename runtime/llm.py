@@ -30,6 +30,7 @@ from runtime.core.executor import InProcess
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
+from runtime.loading.folder import with_known_draft
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
@@ -49,6 +50,7 @@ from runtime.text.tool_calls import CallDelta
 
 _compiled = lru_cache(maxsize=64)(compiled)  # a batch's prompts share their grammars
 _LONG_BATCH = 8  # prompts from which on a progress bar helps
+_PLAIN = OutputOptions()
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[int]
@@ -144,7 +146,7 @@ class LLM:
         from runtime.assembly.runner import build_runner
         from runtime.worker.sources import CheckpointSource
 
-        self.config = EngineConfig(model=model, **config)
+        self.config = with_known_draft(EngineConfig(model=model, **config))
         if self.config.lora:
             raise CallboardError("lora names adapters for clients of a server; use load_adapter instead.")
         if self.config.tensor_parallel_size != 1:
@@ -185,7 +187,7 @@ class LLM:
         where an output in the prompt begins, one for all or one each: `prompt_logprobs` scores it as it was sampled."""
         asked = read_options(OutputOptions, options)
         batch = self._encode_all(prompts, asked.requested_grammar())
-        return self._run(batch, params, asked.n or 1, progress, adapter, prompt_len)
+        return self._run(batch, params, asked, progress, adapter, prompt_len)
 
     def chat(
         self,
@@ -206,7 +208,7 @@ class LLM:
         asked = read_options(ChatOptions, options)
         asked.check()
         chats = conversations_in(messages) or cast(Sequence[Sequence[Message]], [messages])
-        return self._run([self._chat(c, asked) for c in chats], params, asked.n or 1, progress, adapter)
+        return self._run([self._chat(c, asked) for c in chats], params, asked, progress, adapter)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return a conversation's token ids, up to where the model's answer begins."""
@@ -219,7 +221,7 @@ class LLM:
 
         Several streams may be open at once, and other methods may be called between their pieces. Raises CallboardError
         if the request fails."""
-        (choice,) = self._add((self._encode(prompt), None, None, ()), params or self.defaults.params(), 1, adapter)
+        (choice,) = self._add((self._encode(prompt), None, None, ()), params or self.defaults.params(), _PLAIN, adapter)
         num_read = 0
         try:
             while not choice.reason or num_read < len(choice.sum.text):
@@ -323,7 +325,7 @@ class LLM:
         self,
         prompts: list[_Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        num_choices: int,
+        asked: OutputOptions,
         progress: bool | None,
         adapter: str,
         prompt_len: int | Sequence[int] | None = None,
@@ -334,13 +336,11 @@ class LLM:
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
         is_one = prompt_len is None or is_integer(prompt_len)
-        lengths: list[int | None] = (
-            [cast(int | None, prompt_len)] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
-        )
+        lengths = [cast(int | None, prompt_len)] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
         if (num := len(lengths)) != len(prompts):
             raise CallboardError(f"There are {len(prompts)} prompts, {num} prompt_len; send one or as many.")
         given = zip(prompts, each, lengths, strict=True)
-        choices = (c for prompt, p, length in given for c in self._add(prompt, p, num_choices, adapter, length))
+        choices = (c for prompt, p, length in given for c in self._add(prompt, p, asked, adapter, length))
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
         return [choice.completion() for choice in done]
 
@@ -374,22 +374,22 @@ class LLM:
         return owners
 
     def _add(
-        self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str, prompt_len: int | None = None
+        self, prompt: _Prompt, params: SamplingParams, asked: OutputOptions, adapter: str, prompt_len: int | None = None
     ) -> list[_Choice]:
-        ids, form, asked, images = prompt
+        ids, form, grammar, images = prompt
         if form is not None and form.budget is not None:
             params = replace(params, thinking=form.budget)
-        if asked is not None:
+        if grammar is not None:
             if not self.runner.info.eos_token_ids:
-                raise invalid(asked.field, "needs a model with an end-of-sequence token, and this one has none")
+                raise invalid(grammar.field, "needs a model with an end-of-sequence token, and this one has none")
             try:
-                params = replace(params, grammar=_compiled(asked.spec))
+                params = replace(params, grammar=_compiled(grammar.spec))
             except GrammarError as e:
-                raise invalid(asked.field, str(e)) from e
+                raise invalid(grammar.field, str(e)) from e
         choices = []
         length = len(ids) if prompt_len is None else integer(prompt_len, "prompt_len", 1, len(ids))
-        one = Request("", ids, length, params, adapter=adapter, images=images)
-        for request in requests_of(one, self._names, num_choices):
+        one = Request("", ids, length, params, adapter=adapter, images=images, cache_ttl_s=asked.cache_ttl_s())
+        for request in requests_of(one, self._names, asked.n or 1):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

@@ -36,7 +36,7 @@ from runtime.core.executor import InProcess
 from runtime.core.plan import DEVICE_DRAFT, EMPTY, NewSlot, StepPlan
 from runtime.models.heads.mtp import mtp_spec
 from runtime.worker.gpu.gpu_steps import GpuSteps
-from runtime.worker.gpu.graph_runner import CapturedGraph
+from runtime.worker.gpu.graph_runner import MAX_VERIFIED, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
@@ -202,13 +202,17 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--head", choices=sorted(HEADS), default="mtp")
     parser.add_argument("--length", type=float, default=3.0, help="mean tokens that a round accepts")
-    parser.add_argument("--drafts", type=int, default=3, help="draft tokens of a round")
+    parser.add_argument("--drafts", type=int, default=3, help="draft tokens of a round; 0 for what pays")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
-    defaults: dict[str, Any] = {"draft": "mtp", "num_draft_tokens": args.drafts, "pinned_acceptance": args.length}
+    defaults: dict[str, Any] = {
+        "draft": "mtp",
+        "num_draft_tokens": args.drafts or None,
+        "pinned_acceptance": args.length,
+    }
     defaults |= {"max_num_seqs": max(args.batches), "max_model_len": args.context + args.output_len + 512}
     config = engine_config(args.set, **defaults)
     spec = spec_of(args.model)
@@ -224,7 +228,8 @@ def main() -> None:
                 if number:  # the first one warms up
                     rates[on].append(rate)
         (with_head, spread), (plain, plain_spread) = (middle(rates[on]) for on in (True, False))
-        parts = {} if engine.runner.numerics.device.type != "cuda" else measure_parts(engine, batch, args)
+        has_graph = engine.runner.numerics.device.type == "cuda" and batch * (args.drafts + 1) <= MAX_VERIFIED
+        parts = measure_parts(engine, batch, args) if has_graph and args.drafts else {}
         shape = {"model": args.model, "head": args.head, "length": args.length, "drafts": args.drafts}
         figures = {"tok_s": with_head, "tok_s_range": spread, "plain_tok_s": plain, "plain_tok_s_range": plain_spread}
         results.add(config, **shape, batch=batch, context=args.context, start_s=start_s, **figures, **parts)

@@ -3,7 +3,8 @@
     python -m benchmarks.library.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
 
 Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer with a word for every
-id. The weights are drawn on the GPU if there is one. A shape with an image encoder takes images.
+id. The weights are drawn on the GPU if there is one. A shape with an image encoder takes images, and
+one with a head has its weights for --draft mtp.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from benchmarks.library.models import CONFIGS
-from benchmarks.library.published_files import FileTensor, file_tensors, tower_files
+from benchmarks.library.models import CONFIGS, head_of
+from benchmarks.library.published_files import FileTensor, file_tensors, head_files, tower_files
+from runtime.base.model.head_spec import HeadSpec
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
@@ -42,6 +44,7 @@ def write_folder(
     config: dict[str, Any],
     read: Callable[[str], torch.Tensor],
     generator: torch.Generator | None = None,  # draws quantized weights
+    head: HeadSpec | None = None,  # drawn by the generator, too
 ) -> None:
     """A model folder with an invented tokenizer; `read` gives a parameter by its name in the config's DecoderSpec."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,11 @@ def write_folder(
     ):
         (folder / name).write_text(json.dumps(content, indent=1))
     make_tokenizer(config).save(str(folder / "tokenizer.json"))
-    _write_weights(folder, [*file_tensors(config, read, generator), *tower_files(config, generator)])
+    files = [*file_tensors(config, read, generator), *tower_files(config, generator)]
+    if head is not None:
+        assert generator is not None
+        files += head_files(config, head, generator)
+    _write_weights(folder, files)
 
 
 def _write_weights(folder: Path, files: list[FileTensor]) -> None:
@@ -129,7 +136,8 @@ def main() -> None:
     shapes = load_spec(config)[0].shapes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(args.seed)
-    write_folder(args.folder, config, lambda name: random_parameter(name, shapes[name], generator), generator)
+    read, head = (lambda name: random_parameter(name, shapes[name], generator)), head_of(args.model)
+    write_folder(args.folder, config, read, generator, head)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.library.models import CONFIGS, spec_of, tower_of
+from benchmarks.library.models import CONFIGS, head_of, spec_of, tower_of
 from benchmarks.library.ranks import RankGroupProcesses
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
@@ -84,7 +84,9 @@ class Engine:
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
         if config.tensor_parallel_size == 1:
-            self.runner = build_runner(config, DummySource(spec_of(model), tower=tower_of(model)))
+            self.runner = build_runner(
+                config, DummySource(spec_of(model), tower=tower_of(model), draft_head=head_of(model))
+            )
             self.info, executor = self.runner.info, InProcess(self.runner)
         else:
             self._ranks = RankGroupProcesses(model, config)

@@ -11,6 +11,7 @@ from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.layer_spec import PRE_NORMS
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.models import load_spec
+from runtime.models.heads.mtp import mtp_spec
 from runtime.models.published import PUBLISHED
 from runtime.models.towers.specs import tower_spec
 
@@ -51,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "eos_token_id": 1,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": True, "mtp_num_hidden_layers": 1,
     },
     "tiny-gpt-oss": {  # likewise
         **PUBLISHED["gpt-oss-20b"], "vocab_size": 32768, "num_hidden_layers": 2, "hidden_size": 128,
@@ -86,3 +87,9 @@ def eagle3_head(target: DecoderSpec, num_ids: int = 32_000) -> HeadSpec:
     )
     taps = (2, target.num_layers // 2, target.num_layers - 3)
     return HeadSpec("eagle3", decoder, hidden, taps, own_head=True, num_ids=num_ids)
+
+
+def head_of(model: str) -> HeadSpec | None:
+    """The head in the checkpoint of a name in CONFIGS; None if it has none."""
+    has_head = any(CONFIGS[model].get(field) for field in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    return mtp_spec(spec_of(model)) if has_head else None

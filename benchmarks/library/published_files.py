@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.sharding import place_in_tensor
 from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
+from runtime.models.heads.names import head_map
 from runtime.models.towers.names import short_names
 from runtime.models.towers.specs import tower_spec
 from runtime.models.towers.tower_tensors import draw
 from runtime.models.weight_map import WeightMap
+from runtime.models.weights import random_parameter
 
 Read = Callable[[str], torch.Tensor]  # a parameter by its name in the config's DecoderSpec
 _BLOCK = 32  # mxfp4 elements that share an exponent
@@ -58,6 +61,22 @@ def tower_files(config: dict[str, Any], generator: torch.Generator | None) -> It
     read = draw(spec, Numerics(dtype=dtype, device=device, backend="torch", packed=False, deterministic=False), 0)
     for parameter, name in short_names(spec).items():
         yield _dense(name, shapes[parameter], dtype, lambda own=parameter: read(own))
+
+
+def head_files(config: dict[str, Any], head: HeadSpec, generator: torch.Generator) -> Iterator[FileTensor]:
+    """The tensors of a head in the model's checkpoint, drawn by the generator."""
+    spec, weight_map = load_spec(config)
+    names, shapes = head_map(weight_map, spec.num_layers), head.decoder.shapes()
+    dtype = getattr(torch, config["torch_dtype"])
+
+    def drawn(parameters: list[str]) -> torch.Tensor:
+        place = place_in_tensor(head.decoder, parameters[0])
+        parts = [random_parameter(parameter, shapes[parameter], generator) for parameter in parameters]
+        return parts[0] if place is None else torch.cat(parts, place.dim)
+
+    for name, parameters in names.tensors_of(head.decoder).items():
+        shape = len(parameters), *shapes[parameters[0]]
+        yield _dense(name, shape, dtype, lambda own=parameters: drawn(own))
 
 
 def _stacked_experts(

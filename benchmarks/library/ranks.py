@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import connect
-from benchmarks.library.models import spec_of
+from benchmarks.library.models import head_of, spec_of
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
@@ -62,7 +62,9 @@ def _live(engine: Connection, rank: int, model: str, config: EngineConfig) -> No
     """A rank's life: the phases of runtime.worker.runner, then steps until the engine ends."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
     try:
-        runner = build_runner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
+        runner = build_runner(
+            config, DummySource(spec_of(model), draft_head=head_of(model)), Shard(rank, config.tensor_parallel_size)
+        )
         engine.send(runner.handle)
         engine.send(runner.load(engine.recv()))
         engine.send(runner.open(engine.recv()))

@@ -20,6 +20,7 @@ from runtime.loading import gguf_configs as configs
 from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
+from runtime.models.heads.names import GGUF_PARTS, copies_of, head_map
 from runtime.models.weight_map import WeightMap
 
 # GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor with
@@ -53,6 +54,7 @@ _PAIRS = {"ssm_ba": ("mix_b", "mix_a"), "ffn_gate_up_exps": ("gate", "up")}
 # Parameters with names that no .weight or .bias follows
 _WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks", "factor", "router_norm", "expert_scales"}
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # types of tensors that are not quantized
+_NEXTN = re.compile(r"blk\.\d+\.nextn\.(\w+)\.weight")
 _EXPERTS = "_exps"  # ends the name of a tensor with all experts' weights
 
 
@@ -143,30 +145,56 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
     for tensor in file.tensors.values():
         if tensor.name in file.read_tables:
             continue
-        own = {} if configs.drafts_tokens(file, tensor.name) else _sources(config, arch, tensor)
+        own = _sources(config, arch, tensor, configs.drafts_tokens(file, tensor.name))
         sources |= own or {tensor.name: Source(tensor)}  # unused, under its name in the file
+    _share_final_norm(sources, config, arch)
     types = {name: source.tensor.type_name for name, source in sources.items() if name not in file.tensors}
     if quantized := {name: kind for name, kind in types.items() if kind not in _PLAIN_TYPES}:
         config["quantization_config"] = {"quant_method": "gguf", "types": quantized}
     return GgufModel(file, config, sources)
 
 
-def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
-    """Return the HF tensors in a GGUF tensor; none if the family's WeightMap lacks its name."""
+def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor, drafts: bool) -> dict[str, Source]:
+    """Return the HF tensors in a GGUF tensor; none if the family's WeightMap, or its head's, lacks its name."""
+    weight_map, num_layers = FAMILIES[arch.hf_class].weight_map, config.get("num_hidden_layers", 0)
     try:
-        return _known_sources(config, arch, tensor)
+        if not drafts:
+            return _known_sources(config, arch, weight_map, tensor)
+        names = head_map(weight_map, num_layers)
+        if part := _NEXTN.fullmatch(tensor.name):
+            return _nextn_sources(names, copies_of(weight_map, num_layers), GGUF_PARTS[part[1]], tensor)
+        return _known_sources(config, arch, names, tensor, num_layers)
     except KeyError:
         return {}
 
 
-def _known_sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
+def _nextn_sources(names: WeightMap, copies: dict[str, str], parameter: str, tensor: GgufTensor) -> dict[str, Source]:
+    """Return the HF tensor in one of a head that is not its layer's."""
+    if parameter in copies:
+        return {copies[parameter]: Source(tensor)}
+    name = names.names[parameter]
+    source = Source(tensor, plus_one=names.adds_one(parameter))
+    return {name if name.endswith(".weight") else f"{name}.weight": source}
+
+
+def _share_final_norm(sources: dict[str, Source], config: dict[str, Any], arch: Architecture) -> None:
+    """Give a head the target's final norm if the file has none for it."""
     weight_map = FAMILIES[arch.hf_class].weight_map
+    names = head_map(weight_map, config.get("num_hidden_layers", 0)).names
+    if f"{names['fc']}.weight" in sources and names["final_norm"] not in sources:
+        sources[names["final_norm"]] = sources[weight_map.names["final_norm"]]
+
+
+def _known_sources(
+    config: dict[str, Any], arch: Architecture, weight_map: WeightMap, tensor: GgufTensor, behind: int = 0
+) -> dict[str, Source]:
+    """Return the HF tensors in a tensor. `behind` is the number of layers before the map's first one."""
     stem, _, kind = tensor.name.rpartition(".")
     if kind not in ("weight", "bias"):
         stem = tensor.name
     block = re.match(r"blk\.(0|[1-9][0-9]{0,3})\.", stem)
     part = stem[block.end() :] if block else stem
-    layer = int(block[1]) if block else 0
+    layer = int(block[1]) - behind + weight_map.first_layer if block else 0
     if part in _PAIRS:
         names = [weight_map.names.get(f"routed.{name}") or weight_map.names[name] for name in _PAIRS[part]]
         return _halves(config, tensor, names, layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+import torch.nn.functional as F
 
 from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.types import CallboardError
@@ -47,7 +48,11 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
 
 
 def scales_of_rank(scales: torch.Tensor, spec: DecoderSpec) -> torch.Tensor:
-    """The scales for a rank's heads: each layer's first ones."""
+    """The scales for a rank's heads: each layer's first ones. The layers of a draft head have 1."""
     firsts = torch.tensor([spec.first_kv_head(i) for i in range(spec.num_layers)])
     heads = firsts[:, None] + torch.arange(max(layer.mixer.num_kv_heads for layer in spec.layers))
-    return scales.gather(2, heads.clamp(max=scales.shape[2] - 1)[:, None].expand(-1, 2, -1))
+    own = scales.gather(2, heads.clamp(max=scales.shape[2] - 1)[:, None].expand(-1, 2, -1))
+    if not spec.draft_layers:
+        return own
+    most = max(own.shape[2], *(layer.mixer.num_kv_heads for layer in spec.draft_layers))
+    return F.pad(own, (0, most - own.shape[2], 0, 0, 0, len(spec.draft_layers)), value=1.0)

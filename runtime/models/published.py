@@ -34,6 +34,7 @@ def _qwen3_5(**shape: Any) -> dict[str, Any]:
         "rope_parameters": rope, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "full_attention_interval": 4,
         "eos_token_id": [248046, 248044], "tie_word_embeddings": False, "attention_bias": False,
+        "mtp_num_hidden_layers": 1,
     } | shape  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.base.types import GrammarSpec
-from runtime.output.fields import Options, invalid, shown
+from runtime.output.fields import OpenOptions, Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
 from runtime.output.tools import (
     AllowedFunctions,
@@ -25,7 +25,16 @@ from runtime.text.tool_calls import ForcedCall
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _BadWord = Annotated[str, Field(min_length=1, max_length=100)]
+CacheTtl = Literal["5m", "30m", "1h", "12h", "24h"]
+TTL_SECONDS: dict[CacheTtl, float] = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+
+
+class CacheControl(OpenOptions):
+    """Anthropic's mark: the prompt up to here will be sent again within this time."""
+
+    type: Literal["ephemeral"]
+    ttl: CacheTtl = "5m"
 
 
 class OutputOptions(Options):
@@ -39,6 +48,11 @@ class OutputOptions(Options):
     regex: str | None = None  # SGLang's
     grammar: str | None = None  # llama.cpp's
     bad_words: Annotated[list[_BadWord], Field(max_length=64, fail_fast=True)] | None = None  # vLLM's
+    cache_control: CacheControl | None = None  # marks the whole prompt
+
+    def cache_ttl_s(self) -> float:
+        """Return the time for which a KV tier should keep the prompt; 0 for its own."""
+        return 0.0 if self.cache_control is None else TTL_SECONDS[self.cache_control.ttl]
 
     def requested_grammar(self) -> RequestedGrammar | None:
         """The grammar of the content; None if it is free."""

@@ -215,7 +215,7 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     head = format_of("head")
     is_table = head.table_rows > 0 and head.joins(format_of("embed"))  # which serves for both
-    if spec.tied_head and (
+    if (spec.tied_head and "head" not in spec.lent) and (
         numerics.rank_invariant or (not is_table and (numerics.packed or head is not DENSE))
     ):  # it is a second copy of the embedding, in its own layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)

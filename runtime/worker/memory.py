@@ -13,6 +13,7 @@ import torch
 from runtime.base.config import EngineConfig
 from runtime.base.kv_cache_spec import KVCacheSpec, StateGroupSpec
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.shard import NUM_LEAVES
 from runtime.base.types import CallboardError
@@ -60,6 +61,7 @@ class MemoryPlan:
     max_num_batched_tokens: int
     max_model_len: int
     largest_context: int  # tokens that one request could have in the memory next to the weights
+    feature_bytes: int = 0  # of a draft head, for each KV block
 
     def __str__(self) -> str:
         num_snapshots = self.num_states - 1 - self.max_num_seqs
@@ -90,25 +92,28 @@ class MemoryPlan:
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
         """The plan with this number of blocks in the KV cache."""
-        kv = self.kv_cache.total_bytes(num_kv_blocks, self.block_size)
+        kv = self.kv_cache.total_bytes(num_kv_blocks, self.block_size) + num_kv_blocks * self.feature_bytes
         return replace(self, num_kv_blocks=num_kv_blocks, kv=kv)
 
 
 def plan_memory(
-    config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int, tower: TowerSpec | None = None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    numerics: Numerics,
+    available: int,
+    tower: TowerSpec | None = None,
+    head: HeadSpec | None = None,
 ) -> MemoryPlan:
     """Weights + KV + working memory; on a GPU the KV cache gets all remaining memory.
 
-    `config` is `sized_for` a device, and `tower` is the image encoder in use. Raises CallboardError, with the flag to
-    change, if they do not fit."""
+    `config` is `sized_for` a device, `tower` is the image encoder in use, and `head` drafts (a rank's spec). Raises
+    CallboardError, with the flag to change, if they do not fit."""
     spec.check(config)
-    max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    assert max_num_seqs is not None, "`config` is not sized for a device"
-    assert max_num_tokens is not None, "`config` is not sized for a device"
-    weights = weight_bytes(spec, numerics)
+    max_num_seqs, max_num_tokens = config.max_num_seqs or 0, config.max_num_batched_tokens or 0
+    assert max_num_seqs * max_num_tokens, "`config` is not sized for a device"
+    weights, features = _weight_bytes(spec, head, numerics)
     kv_cache = planned_cache(config, spec, numerics)
-    wanted = config.max_model_len
-    longest = wanted or spec.max_positions
+    longest = (wanted := config.max_model_len) or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
@@ -130,20 +135,17 @@ def plan_memory(
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
     if state_spec is not None and config.prefix_cache and config.kv_layout == "paged":
-        asked = config.snapshot_memory
-        own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-        num_snapshots = min(own // state_spec.bytes_per_state, _MOST_SNAPSHOTS)
-        states, num_states = states + num_snapshots * state_spec.bytes_per_state, num_states + num_snapshots
-        room -= num_snapshots * state_spec.bytes_per_state
-        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * state_spec.bytes_per_state
-
+        num_snapshots = _num_snapshots(config.snapshot_memory, state_spec, budget, room)
+        taken = num_snapshots * state_spec.bytes_per_state
+        states, num_states, room = states + taken, num_states + num_snapshots, room - taken
+        budget = budget - taken if config.snapshot_memory is None else min(budget, max(room, 0))
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
         block_size = wanted or min(spec.max_positions, budget // (kv_cache.bytes_per_token * num_blocks))
         max_model_len = capacity = block_size
         largest = room // kv_cache.bytes_per_token - block_size
     else:
-        block_bytes = kv_cache.bytes_per_block(block_size := config.block_size)
+        block_bytes = kv_cache.bytes_per_block(block_size := config.block_size) + features
         context_blocks = kv_cache.most_blocks(longest, block_size, num_tokens)
         if wanted and config.kv_cache_memory is None:  # the default on a CPU grows for the context
             budget = max(budget, min(room, (context_blocks + 1) * block_bytes))
@@ -152,18 +154,32 @@ def plan_memory(
         capacity = kv_cache.most_tokens(num_blocks - 1, block_size, num_tokens)
         max_model_len = wanted or min(spec.max_positions, capacity)
         largest = kv_cache.most_tokens(room // block_bytes - 1, block_size, num_tokens)
-    kv = kv_cache.total_bytes(num_blocks, block_size)
+    kv = kv_cache.total_bytes(num_blocks, block_size) + num_blocks * features
     staging = min(staging, _staging_bytes(slot_bytes, kv))
     largest = max(min(spec.max_positions, largest), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
     sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images
-    plan = MemoryPlan(*sizes, staging, available, block_size, num_blocks, num_states, *limits, largest)
+    plan = MemoryPlan(*sizes, staging, available, block_size, num_blocks, num_states, *limits, largest, features)
     _check_total(plan, "num_kv_blocks" if config.num_kv_blocks else flag)
     if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
     return plan
+
+
+def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) -> tuple[int, int]:
+    """Bytes of the weights with a head's, and of the feature that a head keeps for each block."""
+    own = weight_bytes(spec, numerics)
+    if head is None:
+        return own, 0
+    return own + weight_bytes(head.decoder, numerics), head.decoder.hidden_size * numerics.dtype.itemsize
+
+
+def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:
+    """Snapshots of states: as many as `asked` GiB hold, or a share of the KV cache's memory."""
+    own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
+    return min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
 
 
 def has_tier(config: EngineConfig) -> bool:
@@ -229,7 +245,7 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
 def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, the memory next to the largest step. Raises CallboardError if the plan
     needs more."""
-    block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
+    block_bytes = plan.kv_cache.bytes_per_block(plan.block_size) + plan.feature_bytes
     fits = (room - plan.graphs - plan.updates - plan.images - plan.staging) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     chunk = plan.max_num_batched_tokens if config.chunked_prefill else plan.max_model_len

@@ -13,13 +13,11 @@ from runtime.base.sampling_fields import table_of
 from runtime.base.types import SamplingParams
 from runtime.core.requests import SEED_MASK
 from runtime.output.fields import invalid, shown
-from runtime.output.options import OutputOptions
+from runtime.output.options import TTL_SECONDS, OutputOptions
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.protocol.dialects import Dialect
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.shapes import (
-    TTL_SECONDS,
-    CacheControl,
     CacheOptions,
     OpenRequestModel,
     RequestModel,
@@ -123,7 +121,6 @@ class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
-    cache_control: CacheControl | None = None  # marks the whole prompt
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
@@ -161,9 +158,8 @@ class SamplingFields(OpenRequestModel, DrawFields, OutputOptions):
         default = (options or CacheOptions()).ttl
         ttls = [mark.ttl or default for mark in cache_marks(self.contents())]
         ttls += [] if options is None or options.mode == "explicit" else [default]
-        ttls += [] if self.cache_control is None else [self.cache_control.ttl]
         ttls += [retention] if retention == "24h" else []
-        return max((TTL_SECONDS[ttl] for ttl in ttls), default=0.0)
+        return max([super().cache_ttl_s(), *(TTL_SECONDS[ttl] for ttl in ttls)])
 
     def num_logprobs(self) -> int | None:
         """Return the alternatives to report at each position; None without log-probabilities."""

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import OpenOptions, invalid, shown
+from runtime.output.options import CacheControl, CacheTtl
 from runtime.output.tools import HostedTool
 from serve_app.protocol.other_servers import UnsupportedField
 
@@ -25,17 +26,6 @@ class RequestModel(OpenOptions):
     """An object of a request; unknown fields are left out."""
 
     token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or several
-
-
-CacheTtl = Literal["5m", "30m", "1h", "12h", "24h"]
-TTL_SECONDS: dict[CacheTtl, float] = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
-
-
-class CacheControl(RequestModel):
-    """Anthropic's mark: the prompt up to here will be sent again within this time."""
-
-    type: Literal["ephemeral"]
-    ttl: CacheTtl = "5m"
 
 
 class CacheBreakpoint(RequestModel):

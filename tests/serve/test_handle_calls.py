@@ -61,6 +61,13 @@ ROUTES = {
 }
 
 
+async def test_hints_set_a_lifetime():
+    handle = Handle(engine := FakeEngine())
+    await whole(handle.chat, chat(cache_control={"type": "ephemeral", "ttl": "1h"}))
+    await whole(handle.completions, {"prompt": "a", "prompt_cache_options": {"ttl": "12h"}})
+    assert [request.cache_ttl_s for request in engine.requests] == [3600, 43_200]
+
+
 async def test_a_picture_may_be_a_value_of_python(tmp_path):
     handle, images, engine = Handle(FakeEngine()), FakeImages(), engine_with_images()
     handle._routes = app_with_images(engine, TEMPLATE, images).router

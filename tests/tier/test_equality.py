@@ -123,6 +123,25 @@ def test_hits_of_every_kind_equal_a_miss(name: str, drafts: bool):
         assert sum(again.core.current_stats().accepted_by_position) > 0
 
 
+@pytest.mark.parametrize("name", ["dense", "delta", "conv"])
+def test_hits_differ_by_rounding_alone_in_default_mode(name: str):
+    """float32: a wrong block or state would change log-probabilities by more than the order of sums does."""
+
+    def first_logprobs(talks: Talks) -> list[float]:
+        return [answer.logprobs[0] for answer in talks.answers()]
+
+    settings = {"deterministic": False, "dtype": "float32"}
+    computed = first_logprobs(Talks(name, None, kv_tier_name=None, prefix_cache=False, **settings))
+    talks = Talks(name, None, **settings)
+    first_logprobs(talks)
+    on_device = first_logprobs(talks)
+    talks.core.scheduler.pool.evict_unheld()
+    in_tier = first_logprobs(talks)
+    assert talks.figure("tier_hit_tokens") > PROMPT
+    np.testing.assert_allclose(on_device, computed, rtol=1e-5)
+    np.testing.assert_allclose(in_tier, computed, rtol=1e-5)
+
+
 def test_grammars_and_adapters_find_their_own_prefixes(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
     path = str(write_tiny_gguf(**{"llama.context_length": LONGEST}))
     prompt = (list(range(2, 60)) * 9)[:PROMPT]

@@ -118,7 +118,49 @@ def test_aborted_load_is_cut():
     session.aborted.add(name)
     session.core.abort(name)
     session.finish()
-    assert 0 < session.tier.stats()["tier_loaded_blocks"] + session.tier.stats()["tier_damaged"] < 9
+    assert num_loads(session) == 8, "two plans"
+    session.add(PROMPT, TURN)
+    session.finish()
+    assert num_loads(session) == 9, "it finds the first eight on the device, and no other"
+
+
+def num_loads(session: TierSession) -> int:
+    """Ended loads, good and damaged."""
+    return int(session.tier.stats()["tier_loaded_blocks"] + session.tier.stats()["tier_damaged"])
+
+
+def test_aborted_load_returns_its_blocks():
+    """Two plans have eight blocks here, the first load's. No plan has the second load, so nothing else would end it."""
+    session = session_of(slot_mib=256)
+    for salt in ("", "other"):
+        session.add(PROMPT, TURN, salt=salt)
+    session.finish()
+    pool = session.core.scheduler.pool
+    pool.evict_unheld()
+    free = pool.num_available
+    names = [session.add(PROMPT, TURN, salt=salt) for salt in ("", "other")]
+    session.core.submit()
+    assert free - pool.num_available == 18
+    session.aborted.add(names[1])
+    session.core.abort(names[1])
+    assert free - pool.num_available == 9
+    session.finish()
+
+
+def test_loads_of_old_weights_count_for_nothing():
+    """Blocks that a load has brought before an update, or brings after it, enter no cache. The request is computed."""
+    session = forgetful(slot_mib=256)
+    cache, hashes = session.core.scheduler.kv_cache.cache, hashes_of(session)
+    name = session.add(PROMPT, TURN)
+    session.core.submit()
+    assert session.core.scheduler.requests[name].status is RequestStatus.LOADING
+    session.use_weights()
+    assert session.core.scheduler.requests[name].status is RequestStatus.WAITING
+    assert session.tier._live, "one of its blocks is not planned"
+    session.finish()
+    assert num_loads(session) == 8, "the last one is left out"
+    assert [cache.find(block_hash) for block_hash in hashes] == [None] * len(hashes)
+    assert session.tier.stats()["tier_hit_tokens"] == 0
 
 
 def test_damaged_block_ends_a_hit_and_is_dropped():

@@ -1,5 +1,6 @@
 """A model in this process, with a tier: the same tokens from a cache hit, a tier hit, a miss and after a death."""
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.base.types import SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
+from runtime.tier.disk.reads import DiskReads
 from runtime.tier.region import Region
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
-from tests.support.processes.tiers import flip_bits, num_entries
+from tests.support.processes.tiers import flip_bits, num_entries, opened, regions_of
 
 PROMPT_LEN, NUM_TOKENS, BLOCK = 1500, 20, 16
 LEAST = PROMPT_LEN - 2 * BLOCK  # cached tokens of a prompt; with states a hit ends at a snapshot
@@ -95,3 +97,24 @@ def test_a_new_region_is_filled_from_disk(start, tmp_path: Path):
     assert [tokens for tokens, _ in again] == [tokens for tokens, _ in alone]
     assert all(cached >= LEAST for _, cached in again)
     assert figures(second)["disk_tokens"] == figures(second)["hit_tokens"] == sum(cached for _, cached in again)
+
+
+def test_a_keeper_ends_with_its_llm(start, tmp_path: Path):
+    llm = start(kv_tier_folder=str(tmp_path / "disk"))
+    process = llm.engine.extras[DiskReads]._disk._process
+    assert process.poll() is None
+    del llm
+    gc.collect()
+    assert process.wait(60) == 0
+
+
+def test_a_lifetime_is_set_as_over_http(start):
+    llm = start()
+    for ttl_s, options in ((0, {}), (3600, {"cache_control": {"type": "ephemeral", "ttl": "1h"}})):
+        llm.generate(PROMPTS[0], PARAMS[0], **options)
+        while llm.engine.has_work:
+            llm.engine.step()
+        expires = {int(found) for folder in regions_of("t") for found in opened(folder).entries().expires}
+        assert max(expires) == 0 if not ttl_s else 0 < max(expires) - time.time() <= ttl_s
+    with pytest.raises(CallboardError, match=r"cache_control\.ttl"):
+        llm.generate("a", cache_control={"type": "ephemeral", "ttl": "2h"})

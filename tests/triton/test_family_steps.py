@@ -21,6 +21,7 @@ from tests.support.kernels.triton_engine import replayed_graphs
 from tests.support.models.family_cases import spec_of, yarn
 from tests.support.models.family_steps import logits_of
 from tests.support.models.runner_driver import Driver
+from tests.support.models.specs import changed
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
@@ -113,6 +114,17 @@ def test_steps(case: str):
     want = logits(spec, "torch", False, graphs=False)
     got = logits(spec, "triton", deterministic, graphs=not deterministic)
     assert ((got - want).abs().max() / want.abs().max()).item() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["gemma2", "glm 4.7 flash"])
+def test_every_backend_hides_position_0(case: str):
+    """The first token sees nothing there, and the padding of graphs is like it."""
+    spec = spec_of(case, **KERNEL_CASES[case])
+    plain, want = (logits(changed(spec, first_key=key), "torch", False, False) for key in (0, 1))
+    assert (want - plain).norm() > 1e-3 * plain.norm()
+    for backend, graphs in (("triton", True), ("llvm", False)):
+        got = logits(changed(spec, first_key=1), backend, False, graphs)
+        assert ((got - want).abs().max() / want.abs().max()).item() < 1e-4, backend
 
 
 @pytest.mark.one_in(2)

@@ -2,8 +2,7 @@
 
 - eagle3: `fc` combines the inputs from some target layers. The first layer reads embedding and hidden states. The
   logits follow the head's own norm.
-- eagle (1 and 2): `fc` combines the embedding and the target's normed hidden states. No norm precedes the
-  logits.
+- eagle (1 and 2): `fc` combines the embedding and the target's normed hidden states. No norm precedes the logits.
 """
 
 from __future__ import annotations

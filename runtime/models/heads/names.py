@@ -37,7 +37,7 @@ NEXTN = MtpNames(
     },
     copies={"embed": "layers.{}.embed_tokens.weight", "head": "layers.{}.shared_head.head.weight"},
 )
-# GGUF's names behind blk.N.nextn. -> parameters, of which embed and head are copies
+# GGUF's names behind blk.N.nextn. -> parameters, embed and head are copies
 GGUF_PARTS = {
     "eh_proj": "fc", "enorm": "token_norm", "hnorm": "hidden_norm", "shared_head_norm": "final_norm",
     "embed_tokens": "embed", "shared_head_head": "head",
@@ -56,7 +56,7 @@ def copies_of(weight_map: WeightMap, num_layers: int) -> dict[str, str]:
 
 
 def head_map(weight_map: WeightMap, num_layers: int) -> WeightMap:
-    """The head's names, from those of its target with this number of layers."""
+    """A head's names, from its target's names and number of layers."""
     kind, prefix = names_of(weight_map), _prefix(weight_map)
     names = {part: name for part, name in weight_map.names.items() if name.startswith(f"{prefix}layers.{{}}.")}
     if kind.layer:

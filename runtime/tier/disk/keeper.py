@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +62,8 @@ class Disk:
         self._last = self._ended = 0  # the last request, and the last one that has ended
         self._closing = threading.Event()
         self._start()
-        threading.Thread(target=self._keep_alive, name="tier-keeper", daemon=True).start()
+        arguments = weakref.ref(self), self._process, self._closing
+        threading.Thread(target=_keep_alive, args=arguments, name="tier-keeper", daemon=True).start()
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys are READY on disk [n]."""
@@ -99,21 +101,35 @@ class Disk:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        self._socket = ours  # requests wait in it until the keeper reads them
         with theirs:
             command = start.command("runtime.tier.disk.keeper", str(theirs.fileno()), self._arguments)
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._socket = ours
 
-    def _keep_alive(self) -> None:
-        while True:
-            code = self._process.wait()
-            self._ended = self._last
-            if self._closing.wait(_RESTART_S):
-                return
-            logger.warning("The KV tier's keeper has ended (%d); another is started.", code)
-            self._start()
-            if self._closing.is_set():
-                self._process.kill()
+    def replace(self, code: int) -> subprocess.Popen[bytes]:
+        """Start another keeper, since the last one has ended with this code."""
+        logger.warning("The KV tier's keeper has ended (%d); another is started.", code)
+        self._start()
+        if self._closing.is_set():
+            self._process.kill()
+        return self._process
+
+    def forget(self) -> None:
+        """Requests of a dead keeper have ended."""
+        self._ended = self._last
+
+
+def _keep_alive(disk: weakref.ref[Disk], process: subprocess.Popen[bytes], closing: threading.Event) -> None:
+    """Replace keepers that die. If its Disk is garbage, a keeper ends with its socket, and this thread ends, too."""
+    while True:
+        code = process.wait()
+        if (found := disk()) is not None:
+            found.forget()
+        del found
+        if closing.wait(_RESTART_S) or (found := disk()) is None:
+            return
+        process = found.replace(code)
+        del found
 
 
 def keeper_main(

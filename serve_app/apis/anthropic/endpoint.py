@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from runtime.output.options import TTL_SECONDS
 from runtime.output.processor import Delta
 from serve_app.apis.anthropic.answers import AnsweredMessage, MessagesOperation
 from serve_app.apis.anthropic.request import MessagesRequest
@@ -17,7 +18,6 @@ from serve_app.protocol.errors import ApiError, anthropic_body
 from serve_app.protocol.operation import WHOLE_ANSWERS
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
-from serve_app.protocol.shapes import TTL_SECONDS
 from serve_app.protocol.sse import EventStream
 
 

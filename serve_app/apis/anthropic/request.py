@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options, shown
+from runtime.output.options import TTL_SECONDS, CacheControl
 from runtime.output.tools import HostedTool, OrHosted
 from serve_app.apis.chat.messages import ImagePart, OtherPart, check_new_parts, unread
 from serve_app.apis.chat.request import ChatRequest
@@ -18,9 +19,7 @@ from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import NO_THREADS, ApiError
 from serve_app.protocol.sampling import MAX_SESSION_CHARS
 from serve_app.protocol.shapes import (
-    TTL_SECONDS,
     CacheBreakpoint,
-    CacheControl,
     CacheOptions,
     MarkedModel,
     RequestModel,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.base.types import TokenLogprobs
+from runtime.output.options import TTL_SECONDS
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.responses.request import ResponsesRequest
@@ -18,7 +19,6 @@ from serve_app.protocol.answers import ChoiceUsage, encode_json, logprob_entry
 from serve_app.protocol.dialects import RESPONSES
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
-from serve_app.protocol.shapes import TTL_SECONDS
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 
 _TEXTS_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}

@@ -190,7 +190,8 @@ class Copies(FakeRunner):
             return
         if payload == GARBAGE:
             self.rows_of_states[block] = -1, -1
-            self.parts.setdefault(block, {}).pop(part, None)
+            if not part:  # the first one; an earlier load may have left another part
+                self.parts[block] = {}
             return
         assert payload[0] == part
         parts = self.parts[block]

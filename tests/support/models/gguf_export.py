@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 INTERLEAVED = {
@@ -68,6 +69,23 @@ def export(
         renamed += ".weight" * renamed.endswith("sinks")
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
     return _write(path, arch, metadata, tensors, parts, gguf.GGMLQuantizationType[block_type])[0]
+
+
+def head_tables(head: nn.Module, arch: str, config: Any) -> dict[str, np.ndarray]:
+    """The tensors of a head that transformers calls MtpLayer, in the block behind the model's."""
+    index, found = config.num_hidden_layers, {}
+    names = gguf.get_tensor_name_map(_ARCH[arch], index + 1)
+    own = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head_norm"}
+    state = head.state_dict()
+    for name, part in own.items():
+        tensor = f"blk.{index}.nextn.{part}.weight"
+        found[tensor] = _converted(tensor, state.pop(f"{name}.weight").numpy(), arch, config)
+    layer = {name.replace("mtp_block.", f"model.layers.{index}."): weight for name, weight in state.items()}
+    for name, weight in _stacked(_ungrouped(layer, config, split_up=False), arch):
+        renamed = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
+        assert renamed is not None, name
+        found[renamed] = _converted(renamed, weight.numpy(), arch, config)
+    return found
 
 
 def _without_copies(model: PreTrainedModel) -> dict[str, torch.Tensor]:

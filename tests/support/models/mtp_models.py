@@ -28,7 +28,8 @@ _EXPERTS = {
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+           "head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", _HYBRID),
     "qwen3.5-moe": ("qwen3_5_moe_text", _HYBRID | _QWEN_EXPERTS),
@@ -40,6 +41,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", _COMMON | _EXPERTS | _LATENT | {"mlp_layer_types": ["dense", "sparse"]}),
     "deepseek-v3": ("deepseek_v3", _COMMON | _EXPERTS | _LATENT),
 }
+_QWEN_METADATA = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
+    "full_attention_interval": 2, "rope.dimension_count": 8, "rope.freq_base": 10000.0,
+}  # fmt: skip
+_EXPERTS_METADATA = {
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 1,
+    "rope.freq_base": 10000.0,
+}  # fmt: skip
+_NEXTN_METADATA = _EXPERTS_METADATA | {
+    "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True, "leading_dense_block_count": 1,
+    "expert_gating_func": 2,
+}  # fmt: skip
+GGUF: dict[str, tuple[str, dict[str, Any]]] = {  # architecture and metadata of files
+    "qwen3.5": ("qwen35", _QWEN_METADATA),
+    "qwen3.5-moe": ("qwen35moe", _QWEN_METADATA | _EXPERTS_METADATA),
+    "glm4-moe": ("glm4moe", _NEXTN_METADATA | {"expert_weights_scale": 1.5, "rope.dimension_count": 8}),
+    "deepseek-v3": (
+        "deepseek2",
+        _NEXTN_METADATA
+        | {"expert_weights_scale": 2.5, "attention.q_lora_rank": 24, "attention.kv_lora_rank": 24,
+           "rope.dimension_count": 8, "attention.key_length": 32, "attention.value_length": 24,
+           "attention.key_length_mla": 24, "attention.value_length_mla": 16, "attention.head_count_kv": 1},
+    ),
+}  # fmt: skip
 _QWEN_NAMES = {
     "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.", "eh_proj.": "mtp.fc.",
     "post_norm.": "mtp.norm.", "mtp_block.": "mtp.layers.0.",
@@ -79,7 +104,9 @@ def head_tensors(name: str, head: MtpLayer, stacked: bool) -> dict[str, torch.Te
             continue
         stem, _, part = full.rpartition(".")
         for i, own in enumerate(tensor):
-            parts = {"gate_proj": own.chunk(2)[0], "up_proj": own.chunk(2)[1]} if part == "gate_up_proj" else {part: own}
+            parts = (
+                {"gate_proj": own.chunk(2)[0], "up_proj": own.chunk(2)[1]} if part == "gate_up_proj" else {part: own}
+            )
             found |= {f"{stem}.{i}.{each}.weight": piece.clone() for each, piece in parts.items()}
     return found
 
