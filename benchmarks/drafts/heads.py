@@ -35,6 +35,7 @@ from runtime.base.types import SamplingParams
 from runtime.core.executor import InProcess
 from runtime.core.plan import DEVICE_DRAFT, EMPTY, NewSlot, StepPlan
 from runtime.models.heads.mtp import mtp_spec
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -121,6 +122,7 @@ class Parts:
 
     def graph_us(self, given: int) -> tuple[float, CapturedGraph]:
         """The device's time of the graph for a step, and the graph. Its rows go on by one token a replay."""
+        assert isinstance(self.steps, GpuSteps)
         runner, plan = self.steps.graph_runner, self.plan(given, 0)
         graph = runner.find(plan)
         assert graph is not None, "the batch has a graph"
@@ -132,7 +134,7 @@ class Parts:
             runner.replay(graph, plan, [np.zeros(1, np.int32)])
             end.record()
             torch.cuda.synchronize()
-        return start.elapsed_time(end) / _REPLAYS * 1e3, graph
+        return float(start.elapsed_time(end)) / _REPLAYS * 1e3, graph
 
 
 def replays_us(graph: Any) -> float:
@@ -144,7 +146,7 @@ def replays_us(graph: Any) -> float:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-    return start.elapsed_time(end) / _REPLAYS * 1e3
+    return float(start.elapsed_time(end)) / _REPLAYS * 1e3
 
 
 def num_bytes(root: Any) -> int:

@@ -313,8 +313,6 @@ class EngineConfig:
                 f"image_pool_tokens is {self.image_pool_tokens}; it must be at least max_image_tokens, {most}."
             )
 
-        if self.pinned_acceptance is not None and self.deterministic:
-            raise CallboardError("pinned_acceptance changes tokens; leave it out when deterministic is on.")
         if not self.max_loras:
             object.__setattr__(self, "max_loras", len(self.adapters))
         if (least := len(self.adapters)) > self.max_loras:

@@ -75,6 +75,8 @@ class ModelRunner:
         Raises CallboardError if the model is damaged. Before any weight is read, it raises CallboardError if the model
         does not fit into memory or its weights cannot have the requested encoding."""
         self.numerics = numerics = choose_numerics(config)
+        if config.pinned_acceptance is not None and numerics.deterministic:
+            raise CallboardError("pinned_acceptance changes tokens; leave it out when deterministic is on.")
         self.config = config = config.sized_for(numerics.device.type)
         self.shard, self.is_draft, self._source, self._plugged = shard or ALONE, is_draft, source, extras
         self.eos_token_ids = source.eos_token_ids

@@ -11,7 +11,7 @@ import torch
 from benchmarks.library.models import eagle3_head
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.types import SamplingParams
+from runtime.base.types import CallboardError, SamplingParams
 from runtime.core.plan import DEVICE_DRAFT
 from runtime.kernels.sampling.pinned import pin_samples, pin_samples_torch
 from runtime.kernels.step import draft_rows
@@ -154,6 +154,11 @@ def test_pinned_drafts_are_accepted(runners, monkeypatch):
     assert max(accepted) == 2
     kept = check(runners, several_rounds)
     assert max(entry[1] for entry in kept if isinstance(entry, tuple)) == 2
+
+
+def test_pinned_acceptance_is_refused_with_deterministic():
+    with pytest.raises(CallboardError, match="pinned_acceptance changes tokens"):
+        headed_runner("torch", deterministic=True, pinned_acceptance=2.0)
 
 
 def test_a_prefix_hit_continues_with_its_feature(runners):
