@@ -20,7 +20,7 @@ from runtime.loading import gguf_configs as configs
 from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
-from runtime.models.heads.names import GGUF_PARTS, copies_of, head_map
+from runtime.models.heads.names import GGUF_PARTS, head_map, shared_copies
 from runtime.models.weight_map import WeightMap
 
 # GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor with
@@ -154,15 +154,15 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
     return GgufModel(file, config, sources)
 
 
-def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor, of_head: bool) -> dict[str, Source]:
+def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor, drafts: bool) -> dict[str, Source]:
     """Return the HF tensors in a GGUF tensor; none if the family's WeightMap, or its head's, lacks its name."""
-    weight_map, num_layers = FAMILIES[arch.hf_class].weight_map, config["num_hidden_layers"]
+    weight_map, num_layers = FAMILIES[arch.hf_class].weight_map, config.get("num_hidden_layers", 0)
     try:
-        if not of_head:
+        if not drafts:
             return _known_sources(config, arch, weight_map, tensor)
         names = head_map(weight_map, num_layers)
         if part := _NEXTN.fullmatch(tensor.name):
-            return _nextn_sources(names, copies_of(weight_map, num_layers), GGUF_PARTS[part[1]], tensor)
+            return _nextn_sources(names, shared_copies(weight_map, num_layers), GGUF_PARTS[part[1]], tensor)
         return _known_sources(config, arch, names, tensor, num_layers)
     except KeyError:
         return {}
@@ -180,7 +180,7 @@ def _nextn_sources(names: WeightMap, copies: dict[str, str], parameter: str, ten
 def _share_final_norm(sources: dict[str, Source], config: dict[str, Any], arch: Architecture) -> None:
     """Give a head the target's final norm if the file has none for it."""
     weight_map = FAMILIES[arch.hf_class].weight_map
-    names = head_map(weight_map, config["num_hidden_layers"]).names
+    names = head_map(weight_map, config.get("num_hidden_layers", 0)).names
     if f"{names['fc']}.weight" in sources and names["final_norm"] not in sources:
         sources[names["final_norm"]] = sources[weight_map.names["final_norm"]]
 

@@ -61,7 +61,7 @@ class MemoryPlan:
     max_num_batched_tokens: int
     max_model_len: int
     largest_context: int  # tokens that one request could have in the memory next to the weights
-    feature_bytes: int = 0  # of a draft head, for each KV block
+    feature_bytes: int = 0  # a draft head's feature, for each KV block
 
     def __str__(self) -> str:
         num_snapshots = self.num_states - 1 - self.max_num_seqs
@@ -112,10 +112,8 @@ def plan_memory(
     max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert max_num_seqs is not None, "`config` is not sized for a device"
     assert max_num_tokens is not None, "`config` is not sized for a device"
-    weights, features = weight_bytes(spec, numerics), 0
-    if head is not None:
-        weights += weight_bytes(head.decoder, numerics)
-        features = head.decoder.hidden_size * numerics.dtype.itemsize
+    weights = weight_bytes(spec, numerics) + (0 if head is None else weight_bytes(head.decoder, numerics))
+    features = 0 if head is None else head.decoder.hidden_size * numerics.dtype.itemsize
     kv_cache = planned_cache(config, spec, numerics)
     wanted = config.max_model_len
     longest = wanted or spec.max_positions
@@ -140,12 +138,9 @@ def plan_memory(
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
     if state_spec is not None and config.prefix_cache and config.kv_layout == "paged":
-        asked = config.snapshot_memory
-        own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-        num_snapshots = min(own // state_spec.bytes_per_state, _MOST_SNAPSHOTS)
-        states, num_states = states + num_snapshots * state_spec.bytes_per_state, num_states + num_snapshots
-        room -= num_snapshots * state_spec.bytes_per_state
-        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * state_spec.bytes_per_state
+        num_snapshots, budget = _snapshots(config, state_spec, budget, room)
+        snapshots = num_snapshots * state_spec.bytes_per_state
+        states, num_states, room = states + snapshots, num_states + num_snapshots, room - snapshots
 
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
@@ -169,11 +164,25 @@ def plan_memory(
     sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images
     plan = MemoryPlan(*sizes, staging, available, block_size, num_blocks, num_states, *limits, largest, features)
     _check_total(plan, "num_kv_blocks" if config.num_kv_blocks else flag)
-    if max_model_len < 2 or capacity < max_model_len:
+    _check_capacity(plan, flag, capacity)
+    return plan
+
+
+def _snapshots(config: EngineConfig, states: StateGroupSpec, budget: int, room: int) -> tuple[int, int]:
+    """The number of snapshots, and the KV cache's bytes without them."""
+    asked = config.snapshot_memory
+    own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
+    num_snapshots = min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
+    taken = num_snapshots * states.bytes_per_state
+    return num_snapshots, budget - taken if asked is None else min(budget, max(room - taken, 0))
+
+
+def _check_capacity(plan: MemoryPlan, flag: str, capacity: int) -> None:
+    """Raise CallboardError with the flag to raise if the cache's `capacity` in tokens is too small for a request."""
+    if plan.max_model_len < 2 or capacity < plan.max_model_len:
         raise CallboardError(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
-    return plan
 
 
 def has_tier(config: EngineConfig) -> bool:

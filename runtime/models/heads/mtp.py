@@ -1,8 +1,8 @@
 """MtpHead: the layer that a checkpoint brings to draft tokens (MTP, NextN), behind its target's last layer.
 
-x = fc([norm(embedding of the token); norm(hidden states of the position before)]), then the layer and a norm. The
-logits are those of the target's output head. The next pass takes the normed result in place of hidden states
-(DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+x = fc([norm(token's embedding); norm(hidden states at the position before)]), then the layer and a norm. The target's
+output head makes the logits. The next pass takes the normed result in place of hidden states (DeepSeek-V3, arXiv
+2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FC, TOKEN_NORM, HIDDEN_NORM = "fc.weight", "token_norm", "hidden_norm"  # parame
 
 
 def mtp_spec(target: DecoderSpec) -> HeadSpec:
-    """The head of a model whose layer is like the last one with attention. Its weights are not quantized.
+    """The head with one layer like the target's last one with attention. Its weights are not quantized.
 
     Raises CallboardError for a model without such a layer."""
     kinds = [layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec | LatentSpec)]
@@ -47,7 +47,7 @@ def mtp_spec(target: DecoderSpec) -> HeadSpec:
 
 
 def _without_first(layer: LayerSpec) -> LayerSpec:
-    """The layer with position 0 hidden, where a head has no keys."""
+    """The layer with position 0 hidden: a head lacks keys there."""
     mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec | LatentSpec)
     return replace(layer, mixer=replace(mixer, first_key=1))
