@@ -30,6 +30,7 @@ from runtime.core.executor import InProcess
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
+from runtime.loading.folder import with_known_draft
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
@@ -145,7 +146,7 @@ class LLM:
         from runtime.assembly.runner import build_runner
         from runtime.worker.sources import CheckpointSource
 
-        self.config = EngineConfig(model=model, **config)
+        self.config = with_known_draft(EngineConfig(model=model, **config))
         if self.config.lora:
             raise CallboardError("lora names adapters for clients of a server; use load_adapter instead.")
         if self.config.tensor_parallel_size != 1:

@@ -26,6 +26,7 @@ from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
+from runtime.loading.folder import with_known_draft
 
 _CHECK_S = 1.0  # seconds between checks of the runners, the steps and the draft
 _LOADING_S = 1.0  # seconds between progress reports to a front that waits for the model
@@ -43,6 +44,7 @@ class EngineActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if config.weight_updates and config.weight_store is None:
             config = replace(config, weight_store=default_weight_store(model))
+        config = with_known_draft(config)
         self._config, self._num_restarts, self._supervisor = config, num_restarts, supervisor
         self.runners = RunnerGroup(config, group, gpu)
         self.draft = DraftKeeper(config, group, gpu, drafts_of(model)) if config.has_draft_model else None

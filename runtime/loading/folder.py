@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.models.families.defaults import with_defaults
 
@@ -106,6 +108,13 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
         if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
             return tuple(ids)
     return ()
+
+
+def with_known_draft(config: EngineConfig) -> EngineConfig:
+    """Return the settings with HEAD before a draft that is a head's folder. Then no draft model is started."""
+    if not config.has_draft_model or not is_head_folder(Path(config.draft or "")):
+        return config
+    return replace(config, draft=f"{HEAD}{config.draft}")
 
 
 def is_head_folder(path: Path) -> bool:

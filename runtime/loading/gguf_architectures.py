@@ -20,7 +20,7 @@ from runtime.loading import gguf_configs as configs
 from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
-from runtime.models.heads.names import GGUF_PARTS, head_map, shared_copies
+from runtime.models.heads.names import GGUF_PARTS, copies_of, head_map
 from runtime.models.weight_map import WeightMap
 
 # GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor with
@@ -162,7 +162,7 @@ def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor, dra
             return _known_sources(config, arch, weight_map, tensor)
         names = head_map(weight_map, num_layers)
         if part := _NEXTN.fullmatch(tensor.name):
-            return _nextn_sources(names, shared_copies(weight_map, num_layers), GGUF_PARTS[part[1]], tensor)
+            return _nextn_sources(names, copies_of(weight_map, num_layers), GGUF_PARTS[part[1]], tensor)
         return _known_sources(config, arch, names, tensor, num_layers)
     except KeyError:
         return {}

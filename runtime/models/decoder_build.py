@@ -86,7 +86,7 @@ def layer_builder(
     communicator: Communicator,
     builder: Callable[[LinearMaps, int], LayerBuilder] | None = None,  # LayerBuilder
 ) -> LayerBuilder:
-    """A builder for a decoder's layers or a head's, with kernels of their own."""
+    """A builder for a decoder, or for the layers of a head, with kernels of their own."""
     maps = LinearMaps(spec, select(numerics, spec), weight_formats(spec, numerics), read)
     return (builder or LayerBuilder)(sharded(maps, communicator, numerics.rank_invariant), num_positions)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
+from runtime.loading.folder import with_known_draft
 from runtime.loading.resolve import resolve
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import format_names
@@ -29,6 +30,7 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     """Plan a model on a machine with `most_bytes` for models; the weights are not read.
 
     Raises CallboardError with the sizes if it does not fit."""
+    config = with_known_draft(config)
     own = replace(config, device="cpu", kernel_backend="auto") if gpu else config
     source = CheckpointSource(resolve(config.model, config.revision))
     numerics, size = choose_numerics(own), config.tensor_parallel_size

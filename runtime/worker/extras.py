@@ -174,7 +174,7 @@ class DraftingHead(Protocol):
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the head."""
 
-    def of_steps(self, steps: Any) -> Any:
+    def for_steps(self, steps: Any) -> Any:
         """The StepHead for these Steps."""
 
 

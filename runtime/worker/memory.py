@@ -61,7 +61,7 @@ class MemoryPlan:
     max_num_batched_tokens: int
     max_model_len: int
     largest_context: int  # tokens that one request could have in the memory next to the weights
-    feature_bytes: int = 0  # a draft head's feature, for each KV block
+    feature_bytes: int = 0  # of a draft head, for each KV block
 
     def __str__(self) -> str:
         num_snapshots = self.num_states - 1 - self.max_num_seqs
@@ -109,14 +109,11 @@ def plan_memory(
     `config` is `sized_for` a device, `tower` is the image encoder in use, and `head` drafts (a rank's spec). Raises
     CallboardError, with the flag to change, if they do not fit."""
     spec.check(config)
-    max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    assert max_num_seqs is not None, "`config` is not sized for a device"
-    assert max_num_tokens is not None, "`config` is not sized for a device"
-    weights = weight_bytes(spec, numerics) + (0 if head is None else weight_bytes(head.decoder, numerics))
-    features = 0 if head is None else head.decoder.hidden_size * numerics.dtype.itemsize
+    max_num_seqs, max_num_tokens = config.max_num_seqs or 0, config.max_num_batched_tokens or 0
+    assert max_num_seqs * max_num_tokens, "`config` is not sized for a device"
+    weights, features = _weight_bytes(spec, head, numerics)
     kv_cache = planned_cache(config, spec, numerics)
-    wanted = config.max_model_len
-    longest = wanted or spec.max_positions
+    longest = (wanted := config.max_model_len) or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
@@ -138,10 +135,10 @@ def plan_memory(
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
     if state_spec is not None and config.prefix_cache and config.kv_layout == "paged":
-        num_snapshots, budget = _snapshots(config, state_spec, budget, room)
-        snapshots = num_snapshots * state_spec.bytes_per_state
-        states, num_states, room = states + snapshots, num_states + num_snapshots, room - snapshots
-
+        num_snapshots = _num_snapshots(config.snapshot_memory, state_spec, budget, room)
+        taken = num_snapshots * state_spec.bytes_per_state
+        states, num_states, room = states + taken, num_states + num_snapshots, room - taken
+        budget = budget - taken if config.snapshot_memory is None else min(budget, max(room, 0))
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
         block_size = wanted or min(spec.max_positions, budget // (kv_cache.bytes_per_token * num_blocks))
@@ -164,25 +161,25 @@ def plan_memory(
     sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, encoder, images
     plan = MemoryPlan(*sizes, staging, available, block_size, num_blocks, num_states, *limits, largest, features)
     _check_total(plan, "num_kv_blocks" if config.num_kv_blocks else flag)
-    _check_capacity(plan, flag, capacity)
-    return plan
-
-
-def _snapshots(config: EngineConfig, states: StateGroupSpec, budget: int, room: int) -> tuple[int, int]:
-    """The number of snapshots, and the KV cache's bytes without them."""
-    asked = config.snapshot_memory
-    own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-    num_snapshots = min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
-    taken = num_snapshots * states.bytes_per_state
-    return num_snapshots, budget - taken if asked is None else min(budget, max(room - taken, 0))
-
-
-def _check_capacity(plan: MemoryPlan, flag: str, capacity: int) -> None:
-    """Raise CallboardError with the flag to raise if the cache's `capacity` in tokens is too small for a request."""
-    if plan.max_model_len < 2 or capacity < plan.max_model_len:
+    if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
+    return plan
+
+
+def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) -> tuple[int, int]:
+    """Bytes of the weights with a head's, and of the feature that a head keeps for each block."""
+    own = weight_bytes(spec, numerics)
+    if head is None:
+        return own, 0
+    return own + weight_bytes(head.decoder, numerics), head.decoder.hidden_size * numerics.dtype.itemsize
+
+
+def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:
+    """Snapshots of states: as many as `asked` GiB hold, or a share of the KV cache's memory."""
+    own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
+    return min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
 
 
 def has_tier(config: EngineConfig) -> bool:

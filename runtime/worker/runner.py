@@ -141,6 +141,8 @@ class ModelRunner:
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales_of_rank(scales, spec)
+            ones = torch.ones(len(spec.draft_layers), *self.kv_scales.shape[1:])  # heads bring no scales
+            self.kv_scales = torch.cat((self.kv_scales, ones.to(self.kv_scales)))
         if self.updates is not None:
             sizes, hooks = (self.memory.max_model_len, self.memory.updates), (self._drop_tapes, self._weights_changed)
             self.updates.open(self.decoder, *sizes, *hooks)
@@ -234,7 +236,7 @@ class ModelRunner:
         steps = kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks, self.images)
         if self.head is not None:
             with nullcontext() if room is None else self._cache_memory():
-                steps.head = self.head.of_steps(steps)
+                steps.head = self.head.for_steps(steps)
             steps.sampler.pinned_acceptance = self.config.pinned_acceptance
         return steps
 

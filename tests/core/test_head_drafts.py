@@ -24,7 +24,7 @@ class HeadSession(Session):
         super().__init__(**config, head=HeadInfo("mtp", min(7, size - 1)))
 
 
-def test_any_history_gives_the_sequential_tokens_and_whole_entries():
+def test_any_history_gives_right_tokens_and_whole_entries():
     seen = Counter()
 
     @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck), database=None, derandomize=True)

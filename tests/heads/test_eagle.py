@@ -99,7 +99,7 @@ class Drafting:
         numerics = choose_numerics(EngineConfig(device="cpu", kernel_backend=backend, dtype="float32"))
         shard = Shard(ranks.rank, ranks.size)
         self.target = draw_decoder(TARGET.of_rank(shard), numerics, 64, communicator=ranks)
-        spec = found.spec.of_rank(shard)
+        spec = found.spec.for_rank(shard)
         self.head = found.load(self.target, spec, 64)
         cache_spec = spec.decoder.kv_cache("float32")
         self.cache = KVCache(cache_spec, 5, 16, numerics.device)

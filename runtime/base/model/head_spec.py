@@ -35,6 +35,6 @@ class HeadSpec:
         """Elements that the target leaves for each token."""
         return self.target_hidden * max(1, len(self.taps))
 
-    def of_rank(self, shard: Shard) -> HeadSpec:
+    def for_rank(self, shard: Shard) -> HeadSpec:
         """Return the spec for one rank in a tensor-parallel group."""
         return replace(self, decoder=self.decoder.of_rank(shard))

@@ -17,7 +17,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.heads.build import build_head
 from runtime.models.heads.head import DraftHead
 from runtime.models.heads.mtp import mtp_spec
-from runtime.models.heads.names import head_map, shared_copies
+from runtime.models.heads.names import copies_of, head_map
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import fault_of, locate_parameters, reader, whole_locations
 from runtime.quant import parse_schemes
@@ -97,7 +97,7 @@ def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> 
 def _copies(tensors: TensorSource, target: DecoderSpec, weight_map: WeightMap) -> tuple[tuple[str, str], ...]:
     """The head's copies of the embedding and the output head, each with its original."""
     pairs = []
-    for part, name in shared_copies(weight_map, target.num_layers).items():
+    for part, name in copies_of(weight_map, target.num_layers).items():
         original = weight_map.names["embed" if target.tied_head else part]
         copy, original = (stored_name(weight_map, each, tensors) for each in (name, original))
         # Another type cannot be compared.

@@ -1,8 +1,8 @@
 """MtpHead: the layer that a checkpoint brings to draft tokens (MTP, NextN), behind its target's last layer.
 
-x = fc([norm(token's embedding); norm(hidden states at the position before)]), then the layer and a norm. The target's
-output head makes the logits. The next pass takes the normed result in place of hidden states (DeepSeek-V3, arXiv
-2412.19437, section 2.2)."""
+x = fc([norm(token embedding); norm(hidden states one position earlier)]), then the layer and a norm. The
+target's output head makes the logits. The next pass takes the normed result in place of hidden states
+(DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FC, TOKEN_NORM, HIDDEN_NORM = "fc.weight", "token_norm", "hidden_norm"  # parame
 
 
 def mtp_spec(target: DecoderSpec) -> HeadSpec:
-    """The head with one layer like the target's last one with attention. Its weights are not quantized.
+    """A head with one layer, like the target's last one with attention. Its weights are not quantized.
 
     Raises CallboardError for a model without such a layer."""
     kinds = [layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec | LatentSpec)]

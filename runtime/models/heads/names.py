@@ -37,27 +37,27 @@ NEXTN = MtpNames(
     },
     copies={"embed": "layers.{}.embed_tokens.weight", "head": "layers.{}.shared_head.head.weight"},
 )
-# GGUF's names after blk.N.nextn. -> parameters; embed and head are copies
+# GGUF's names behind blk.N.nextn. -> parameters, embed and head are copies
 GGUF_PARTS = {
     "eh_proj": "fc", "enorm": "token_norm", "hnorm": "hidden_norm", "shared_head_norm": "final_norm",
     "embed_tokens": "embed", "shared_head_head": "head",
 }  # fmt: skip
 
 
-def mtp_names(weight_map: WeightMap) -> MtpNames:
+def names_of(weight_map: WeightMap) -> MtpNames:
     """The names of the family with this map. Qwen's maps leave `mtp.*` out."""
     return QWEN if weight_map.is_ignored("mtp.fc") else NEXTN
 
 
-def shared_copies(weight_map: WeightMap, num_layers: int) -> dict[str, str]:
+def copies_of(weight_map: WeightMap, num_layers: int) -> dict[str, str]:
     """The target's parameters -> the names of their copies in its head."""
     prefix = _prefix(weight_map)
-    return {part: prefix + name.format(num_layers) for part, name in mtp_names(weight_map).copies.items()}
+    return {part: prefix + name.format(num_layers) for part, name in names_of(weight_map).copies.items()}
 
 
 def head_map(weight_map: WeightMap, num_layers: int) -> WeightMap:
-    """Return the head's names, from the map of a target with this number of layers."""
-    kind, prefix = mtp_names(weight_map), _prefix(weight_map)
+    """A head's names, from its target's names and number of layers."""
+    kind, prefix = names_of(weight_map), _prefix(weight_map)
     names = {part: name for part, name in weight_map.names.items() if name.startswith(f"{prefix}layers.{{}}.")}
     if kind.layer:
         names = {part: kind.layer + name.removeprefix(f"{prefix}layers.{{}}.") for part, name in names.items()}

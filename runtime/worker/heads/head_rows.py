@@ -1,4 +1,4 @@
-"""The rows of a head's passes, from the rows of its target."""
+"""The rows of a head's passes, from its target's rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Accepted(NamedTuple):
 def accepted_samples(plan: StepPlan, draft_token_ids: Int32s, token_ids: Int32s) -> Accepted:
     """Return each row's last sample after draft tokens that agree with the samples before it.
 
-    Rows without samples are left out, and those whose last sample failed. `draft_token_ids` has -1 for missing ones."""
+    Rows without samples are left out, and so are rows with a failed last sample. `draft_token_ids` has -1 for missing
+    ones."""
     num_samples = plan.num_samples.astype(np.int64)
     lens = plan.draft_lens.astype(np.int64) if len(plan.draft_lens) else np.zeros_like(num_samples)
     begins, most = np.cumsum(num_samples) - num_samples, int(lens.max(initial=0))

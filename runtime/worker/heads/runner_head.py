@@ -31,7 +31,7 @@ class RunnerHead:
 
     def __init__(self, source: HeadSource, shard: Shard) -> None:
         self._source, self.whole = source, source.spec
-        self.spec, self.fingerprint = source.spec.of_rank(shard), source.fingerprint
+        self.spec, self.fingerprint = source.spec.for_rank(shard), source.fingerprint
 
     def load(self, decoder: Decoder, num_positions: int) -> None:
         """Read the weights, after the decoder's."""
@@ -41,7 +41,7 @@ class RunnerHead:
         """`info` with the head."""
         return replace(info, head=HeadInfo(self.spec.kind, min(MAX_DRAFT_TOKENS, info.block_size - 1)))
 
-    def of_steps(self, steps: Steps) -> CpuHead | GpuHead:
+    def for_steps(self, steps: Steps) -> CpuHead | GpuHead:
         """The object that drafts in these steps."""
         if isinstance(steps, GpuSteps):
             return GpuHead(self.head, steps.kernels, steps.graph_runner)

@@ -36,7 +36,7 @@ class HeadDriver:
         shard = Shard(ranks.rank, ranks.size)
         self.spec = spec = replace(source.spec, draft_layers=found.spec.layers).of_rank(shard)
         self.decoder = source.load(spec, self.numerics, MOST, ranks)
-        self.head = found.load(self.decoder, found.spec.of_rank(shard), MOST)
+        self.head = found.load(self.decoder, found.spec.for_rank(shard), MOST)
         cache_spec, device = spec.kv_cache("float32"), self.numerics.device
         self.num_groups = len(cache_spec.groups)
         states = None if cache_spec.states is None else StateCache(cache_spec.states, 3, 2, device)

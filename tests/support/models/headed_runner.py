@@ -33,7 +33,7 @@ def headed_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
 
 
 def bigram_head() -> torch.Tensor:
-    """[tokens, tokens] an output head whose column t prefers one token after t."""
+    """[tokens, tokens] an output head. Column t prefers one token after t."""
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn((NUM_TOKENS, NUM_TOKENS), generator=generator).mul_(0.1)
     noise[torch.randperm(NUM_TOKENS, generator=generator), torch.arange(NUM_TOKENS)] += 0.3
@@ -70,7 +70,7 @@ class Rounds:
         self.driver = Driver(runner)
         self.runner = runner
         self.known: dict[int, list[int]] = {}  # each slot's tokens
-        self.accepted: list[list[bool]] = []  # for each verified row, which draft tokens agree with the samples
+        self.accepted: list[list[bool]] = []  # which draft tokens agree with the samples, by row
 
     def open(self, slot: int, tokens: list[int], **options) -> None:
         self.known[slot] = list(tokens)
