@@ -34,10 +34,13 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     own = replace(config, device="cpu", kernel_backend="auto") if gpu else config
     source = CheckpointSource(resolve(config.model, config.revision))
     numerics, size = choose_numerics(own), config.tensor_parallel_size
-    spec = quantized_at_load(source.spec, own, "cpu").of_rank(Shard(0, size))
+    first, head = Shard(0, size), source.head(config.draft)
+    layers = () if head is None else head.spec.layers
+    spec = replace(quantized_at_load(source.spec, own, "cpu"), draft_layers=layers).of_rank(first)
     available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
     images = image_info(source, config.sized_for("cuda" if gpu else "cpu"))
-    plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, None if images is None else source.tower)
+    tower, rank_head = None if images is None else source.tower, None if head is None else head.spec.of_rank(first)
+    plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, tower, rank_head)
     num_bytes = plan.total * size + _PROCESSES_BYTES
     if config.has_draft_model:
         num_bytes += expected_model(config.draft_config(), gpu, most_bytes - num_bytes).num_bytes

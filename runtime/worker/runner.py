@@ -118,7 +118,8 @@ class ModelRunner:
             available //= self.shard.size  # the ranks on CPUs share one machine
         source = self._source
         tower = None if self._plugged.images is None or image_info(source, config) is None else source.tower
-        memory = plan_memory(config, spec, numerics, available, tower)  # raises on a rank that has too little
+        head = None if self.head is None else self.head.spec
+        memory = plan_memory(config, spec, numerics, available, tower, head)  # raises on a rank with too little
         self.memory: MemoryPlan = replace(
             memory,
             max_model_len=group.least(memory.max_model_len),
