@@ -39,7 +39,7 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     spec = replace(quantized_at_load(source.spec, own, "cpu"), draft_layers=layers).of_rank(first)
     available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
     images = image_info(source, config.sized_for("cuda" if gpu else "cpu"))
-    tower, rank_head = None if images is None else source.tower, None if head is None else head.spec.of_rank(first)
+    tower, rank_head = None if images is None else source.tower, None if head is None else head.spec.for_rank(first)
     plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, tower, rank_head)
     num_bytes = plan.total * size + _PROCESSES_BYTES
     if config.has_draft_model:

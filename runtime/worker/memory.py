@@ -177,7 +177,7 @@ def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) 
 
 
 def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:
-    """Snapshots of states: as many as `asked` GiB hold, or a share of the KV cache's memory."""
+    """The number of state snapshots in `asked` GiB, or in a share of the KV cache."""
     own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
     return min(own // states.bytes_per_state, _MOST_SNAPSHOTS)
 
