@@ -6,7 +6,7 @@
     ImageEncoder    embeddings of images             RunnerImages
     BlockCopier     blocks in a tier of host memory  CpuCopier, GpuCopier
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
-    StepHead        draft tokens by a head           CpuHead
+    StepHead        draft tokens by a head           CpuHead, GpuHead
     SleepMemory     memory given back in sleep       RunnerMemory
     WeightUpdates   new weights of a running model   RunnerUpdates
 

@@ -62,10 +62,10 @@ class Slots:
         self.tables[groups, writes[0], indices] = writes[2] * self.factors[groups]
 
     def write_draft_tokens(self, plan: StepPlan) -> None:
-        """Write the draft tokens of a plan at their positions; -1, a head's missing token, becomes 0."""
+        """Write the draft tokens of a plan at their positions."""
         rows, positions = last_tokens(plan, plan.draft_lens)
         at = plan.slots[rows].astype(np.int64) * self.max_model_len + positions
-        ids = torch.from_numpy(np.maximum(plan.draft_token_ids, 0))
+        ids = torch.from_numpy(plan.draft_token_ids.copy())
         self.flat_tokens[torch.from_numpy(at)] = ids.to(self.flat_tokens.device)
 
     def write_sampled(self, flat_positions: torch.Tensor, token_ids: torch.Tensor) -> None:

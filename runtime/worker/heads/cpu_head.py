@@ -57,7 +57,7 @@ class CpuHead:
         first, num_heads = self.layers[0], head.spec.decoder.num_heads
         assert isinstance(first, KVLayer), "a head has no recurrent states"
         self.shapes = [replace(shape, num_heads=num_heads) for shape in inputs.shapes]
-        sizes = cache.num_blocks, cache.block_size, head.hidden_size
+        sizes = cache.num_blocks, head.hidden_size
         self.features = BlockFeatures(*sizes, decoder.numerics.dtype, cache.device, first.group)
         self.drafts = np.full((num_slots, MAX_DRAFT_TOKENS), -1, np.int32)  # -1 for a draft that is missing
         self.is_new = np.zeros(num_slots, bool)  # slots without a row so far
@@ -94,7 +94,7 @@ class CpuHead:
         samples. `draft_token_ids` are the plan's by `drafts_of`. Returns False if a value is not finite (C9)."""
         plan, head = work.plan, self.head
         assert work.last is not None, "no graphs run on a CPU"
-        self.features.forget_loaded(plan)
+        self.features.forget_loaded(plan, lambda blocks: _upload(blocks, self.features.values))
         combined = head.combined(self.decoder.normed(work.hidden) if work.taps is None else work.taps.out)
         first = work.last - plan.ends + 1  # index that each row's position 0 would have
         self._keep_features(plan, slots, combined, first)

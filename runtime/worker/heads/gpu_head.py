@@ -42,8 +42,7 @@ class GpuHead:
         self.layers = self.cache.layers[kernels.decoder.spec.num_layers :]
         first, device = self.layers[0], self.cache.device
         assert isinstance(first, KVLayer), "a head has no recurrent states"
-        sizes = self.cache.num_blocks, self.cache.block_size, head.hidden_size
-        self.features = BlockFeatures(*sizes, self.dtype, device, first.group)
+        self.features = BlockFeatures(self.cache.num_blocks, head.hidden_size, self.dtype, device, first.group)
         self.tables, self.factor = self.slots.tables_of_groups[first.group], self.cache.table_factors[first.group]
         self.places = torch.zeros((4, kernels.max_rows), dtype=torch.int32, device=device)  # kernels/step/draft_rows.py
         self.index = torch.zeros(kernels.max_rows, dtype=torch.int32, device=device)
@@ -100,8 +99,7 @@ class GpuHead:
         if plan.loads is None:
             return
         self.transfers.begin()
-        blocks = plan.loads.blocks[plan.loads.groups == self.features.group].astype(np.int64)
-        self.features.values.index_fill_(0, self.transfers.upload(blocks), 0)
+        self.features.forget_loaded(plan, self.transfers.upload)
         self._end()
 
     def run(self, plan: StepPlan, shape: DecodeShape | MixedShape | None, features: torch.Tensor | None = None) -> None:
