@@ -203,7 +203,7 @@ def test_loaded_blocks_have_no_feature():
     assert head.features.values[blocks[:2]].any(1).all()
     loaded = np.array(blocks[:1], np.int32)
     zero = np.zeros(1, np.int32)
-    head.features.forget_loaded(StepPlan(9, loads=Transfers(zero, zero, loaded, zero, bytes(16))))
+    head.features.forget_loaded(StepPlan(9, loads=Transfers(zero, zero, loaded, zero, bytes(16))), torch.from_numpy)
     assert head.features.values[blocks[:2]].any(1).tolist() == [False, True]
     runner().reset()
     assert not head.features.values.any()
