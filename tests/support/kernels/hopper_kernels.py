@@ -56,9 +56,11 @@ from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLin
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton  # noqa: E402
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
+from runtime.kernels.sampling.pinned import pin_samples  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
 from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton  # noqa: E402
 from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
+from runtime.kernels.step.draft_rows import DRAFT_WIDTH, accept_drafts, keep_block_ends, keep_drafts  # noqa: E402
 from runtime.kernels.step.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.kernels.tier.block_runs import BlockRuns, gather_runs_triton, scatter_runs_triton  # noqa: E402
@@ -319,6 +321,17 @@ def tier_copies() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"small slots, to host {to_host}", partial(copy_slots_triton, slots, starts, 40960, to_host)
 
 
+def heads() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A head's rows after a step that verifies three draft tokens of each of eight rows."""
+    words = partial(torch.empty, dtype=torch.int32, device=META)
+    row, samples, tokens, drafts = words(8), words(32), words(65, 512), words(65, DRAFT_WIDTH)
+    yield "accepted draft tokens", partial(accept_drafts, row, row, row, samples, row, tokens, drafts, words(4, 8), row)
+    yield "next draft tokens", partial(keep_drafts, row, words(4, 8), drafts, 512)
+    ends = row, row, row, words(65, 32), 1, 16, inputs(1024, 2048)
+    yield "features of block ends", partial(keep_block_ends, inputs(32, 2048), *ends)
+    yield "pinned samples", partial(pin_samples, samples, samples, samples, tokens, drafts, 2.8)
+
+
 def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> HeldWeight:
     return held_dense(name, torch.empty(shapes[name], dtype=dtype, device=META))
 
@@ -334,7 +347,7 @@ def line_of(kernel: Any) -> dict[str, Any]:
 
 
 LAUNCHES = (
-    fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states, tier_copies,
+    fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states, tier_copies, heads,
 )  # fmt: skip
 
 
