@@ -119,8 +119,9 @@ class _ExpertMap:
                 words = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
                 groups[group][expert] = torch.tensor(words)
         self.groups = groups
-        # A layer that prepares rows for the integer products, and one for dense products.
-        self._preparing = {isinstance(layer, DenseLinear): layer for layer in layers}
+        # A layer that prepares rows for the integer products, with the widest span, and one for dense products.
+        by_span = sorted(layers, key=lambda layer: layer.span if isinstance(layer, InterleavedLinear) else 0)
+        self._preparing = {isinstance(layer, DenseLinear): layer for layer in by_span}
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> dict[bool, Any]:
         """The norms of rows, for dense products by True and for integer products by False."""
@@ -148,7 +149,7 @@ class _ExpertMap:
         num_chunks, limbs = self.size_in // COLUMNS, x.limbs.shape[2]
         constants = {"num_experts": len(addresses), "has_bias": group.has_bias}
         function = kernel(expert_int_product, form=group.form, limbs=limbs, **constants)
-        sizes = group.num_blocks, num_chunks, out.stride(0)
+        sizes = x.scales.shape[1], group.num_blocks, num_chunks, out.stride(0)
         arguments = (addresses, *chosen, *x, out[:, group.at :], *sizes)
         self.launcher.launch(function, arguments, self._parts(group.num_blocks, len(out)))
 
