@@ -121,15 +121,16 @@ def test_bias_and_residual_are_added_in_this_order():
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_only_the_row_with_a_wrong_number_is_not_finite(wrong):
-    weight, x = draw_weight(FORMS["Q4_0"], 32, 64, 5), draw_rows(3, 64, 6)
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
+def test_only_the_row_with_a_wrong_number_is_not_finite(name, wrong):
+    span = row_span(FORMS[name])
+    weight, x = draw_weight(FORMS[name], 32, 2 * span, 5), draw_rows(3, 2 * span, 6)
     clean = multiply(x, weight, targets()[0], 2, 1)
-    x[1, 40] = wrong
-    limbs, sums = torch.zeros(2, 3, 2, 32, dtype=torch.int8), torch.zeros(2, 3, 2, 2, dtype=torch.int16)
-    rows = [limbs, torch.zeros(2, 3), sums]
-    options = {"num_limbs": 2, "span": 32, "has_norm": False, "activation": "", "gated": False}
-    call(quantize_rows, (x, None, *rows, 3, 64, 64, 0.0), None, **options)
-    assert rows[1].isfinite().t().tolist() == [[True, True], [True, False], [True, True]]
+    x[1, span + 8] = wrong
+    rows = [torch.zeros_like(tensor) for tensor in quantize_rows_torch(x, 16, span)]
+    options = {"num_limbs": 2, "span": span, "has_norm": False, "activation": "", "gated": False}
+    call(quantize_rows, (x, None, *rows, 3, 2 * span, 2 * span, 0.0), None, **options)
+    assert rows[1][:: span // 32].isfinite().t().tolist() == [[True, True], [True, False], [True, True]]
     got = multiply(x, weight, targets()[0], 2, 1)
     assert not got[1].isfinite().any()
     assert torch.equal(got[::2], clean[::2])

@@ -132,7 +132,9 @@ class CompiledLatents:
             rows = quantized_rows(launcher, x.view(num_tokens * num_heads, -1), size_in, precision)
             function = kernel(expert_int_product, form=weight.form, limbs=self._num_limbs, **constants)
             arguments = (head_map.addresses, starts, out_rows, out_rows, *rows, out)
-            launcher.launch(function, (*arguments, num_tokens * num_heads, num_blocks, size_in // COLUMNS, out.stride(1)), parts)
+            launcher.launch(
+                function, (*arguments, num_tokens * num_heads, num_blocks, size_in // COLUMNS, out.stride(1)), parts
+            )
             return
         unit = gcd(x.stride(0), x.stride(1))  # elements between two rows in x that the kernel can name
         x_rows = _rows_of_heads(num_tokens, num_heads, x.stride(0) // unit, x.stride(1) // unit)

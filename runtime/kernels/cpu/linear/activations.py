@@ -6,8 +6,8 @@ most that magnitude over 65,024. An element is two int8 limbs, 256 * high + low.
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.linear.product_memory import IntRows
 from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
+from runtime.kernels.cpu.linear.product_memory import IntRows
 from runtime.kernels.cpu.linear.weight_form import COLUMNS
 from runtime.kernels.cpu.rows import gated_by, inverse_rms
 from runtime.kernels.llvm.language import (

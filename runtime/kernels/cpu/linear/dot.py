@@ -30,7 +30,7 @@ class Dot:
         self._sums: dict[tuple[int, int], Value] = {}  # (limb, shift of the value's part) -> a partial sum
         self._pairs: dict[tuple[int, int], int] = {}  # additions in int16 since the last widening
         self._wide: Value | None = None
-        self.keeps_pairs, self._widened = is_scaled, dict[int, list[Value]]()  # limb -> full sums of pairs, int16
+        self._is_scaled, self._full = is_scaled, dict[int, list[Value]]()  # limb -> full sums of pairs, int16
 
     @property
     def moved(self) -> int:
@@ -53,12 +53,8 @@ class Dot:
             return [self._sums[limb, 0] * factors for limb in range(self.limbs)]
         assert self.bits < 8, "values of 8 bits have two parts"
         pairs = factors.bitcast(i16(2 * self.lanes))
-        totals = []
-        for limb in range(self.limbs):
-            own = [*self._widened.get(limb, []), self._sums.pop((limb, 0))]
-            wide = [pair_dot(self.target, sums, pairs) for sums in own]
-            totals.append(reduce(add, wide))
-        return totals
+        sums = [[*self._full.get(limb, []), self._sums[limb, 0]] for limb in range(self.limbs)]
+        return [reduce(add, (pair_dot(self.target, each, pairs) for each in own)) for own in sums]
 
     def total(self) -> Value:
         """i32 [lanes]."""
@@ -88,10 +84,10 @@ class Dot:
 
     def _leave(self, key: tuple[int, int]) -> None:
         """Set a full partial sum aside."""
-        if not self.keeps_pairs:
+        if not self._is_scaled:
             self._widen(key)
             return
-        self._widened.setdefault(key[0], []).append(self._sums.pop(key))
+        self._full.setdefault(key[0], []).append(self._sums.pop(key))
         self._pairs[key] = 0
 
     def _widen(self, key: tuple[int, int]) -> None:

@@ -16,7 +16,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     scales_of,
     values_of,
 )
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, WeightForm
 
 LARGEST = {16: 32512.0, 8: 127.0}  # key: bits; 32512 = 256 * 127 leaves room for the low limb's carry
 SMALLEST_MAGNITUDE = 2.0**-100  # bounds a chunk's largest element, which divides
@@ -91,19 +91,19 @@ def _super_product(rows: QuantizedRows, weight: InterleavedWeight) -> torch.Tens
     form, total = weight.form, torch.zeros(rows.scales.shape[1], len(weight.values) * ROWS)
     limbs = rows.limbs.permute(2, 1, 0, 3).flatten(2).double()  # [limbs, rows, K]
     values = values_of(weight).double() - form.offset
-    stored = [None if t is None else t.double().transpose(1, 2).flatten(0, 1) for t in weight.tensors[1:]]
-    scales, minimums, *factors = stored
-    assert scales is not None
+    by_row = [t.double().transpose(1, 2).flatten(0, 1) for t in weight.tensors[1:] if t is not None]
+    scales, *minimums = by_row[: 1 + form.has_minimum]
+    factors = by_row[1 + form.has_minimum :]
     values *= scales.repeat_interleave(form.group_size, 1)
     for s in range(weight.shape[1] // form.super_size):
         own = slice(s * form.super_size, (s + 1) * form.super_size)
         first, *more = (limbs[:, :, own] @ values[:, own].T).float()  # exact integers
         scale = rows.scales[own.start // COLUMNS, :, None]
         total = total + factors[0][:, s].float() * (scale * (first * 256.0 + more[0] if more else first))
-        if minimums is not None:
+        for each in minimums:
             groups = slice(own.start // form.group_size, own.stop // form.group_size)
             sums = rows.numbers.flatten(1)[:, own].double().unflatten(1, (-1, form.group_size)).sum(2)
-            below = (sums @ minimums[:, groups].T).float()
+            below = (sums @ each[:, groups].T).float()
             total = total - factors[1][:, s].float() * (scale * below)
     return total[:, : weight.shape[0]]
 

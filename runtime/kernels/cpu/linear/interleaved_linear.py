@@ -80,7 +80,9 @@ class InterleavedLinear(CompiledLinear):
     def prepared(
         self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
     ) -> QuantizedRows:
-        return quantized_rows(self.launcher, x, self.size_in, (self.num_limbs, self.span), norm_weight, eps, activation, gated)
+        return quantized_rows(
+            self.launcher, x, self.size_in, (self.num_limbs, self.span), norm_weight, eps, activation, gated
+        )
 
 
 def quantized_rows(
@@ -96,9 +98,9 @@ def quantized_rows(
     """Rows for a product, after the norm or the activation; valid until the next call."""
     (num_limbs, span), num_rows, chunks = precision, len(x), size_in // COLUMNS
     rows = QuantizedRows(
-        launcher.buffer("limbs", chunks, num_rows, num_limbs, COLUMNS, dtype=torch.int8),
-        launcher.buffer("scales", chunks, num_rows),
-        launcher.buffer("sums", chunks, num_rows, num_limbs, 2, dtype=torch.int16),
+        launcher.buffer(f"limbs {span}", chunks, num_rows, num_limbs, COLUMNS, dtype=torch.int8),
+        launcher.buffer(f"scales {span}", chunks, num_rows),
+        launcher.buffer(f"sums {span}", chunks, num_rows, num_limbs, 2, dtype=torch.int16),
     )
     has_norm = norm_weight is not None
     chosen = {"has_norm": has_norm, "activation": activation, "gated": gated}

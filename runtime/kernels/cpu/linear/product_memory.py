@@ -206,5 +206,3 @@ class Scales:
         for pointer in pointers:  # the scales for the prefetched values
             pointer.prefetch((index + _AHEAD // self.form.chunk_bytes * COLUMNS // columns) * ROWS)
         return [p.load(index * ROWS, self.lanes) for p in pointers]
-
-

@@ -11,7 +11,20 @@ from runtime.kernels.cpu.linear.dot import Dot, pair_dot, paired, stored_factors
 from runtime.kernels.cpu.linear.product_memory import QUADS, Block, Results, RowTile, Scales, StoredRows, StoredWeight
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.llvm.compiler import Target
-from runtime.kernels.llvm.language import Value, Variable, array, f32, i16, i32, loop, minimum, u8, variable, zeros
+from runtime.kernels.llvm.language import (
+    Pointer,
+    Value,
+    Variable,
+    array,
+    f32,
+    i16,
+    i32,
+    loop,
+    minimum,
+    u8,
+    variable,
+    zeros,
+)
 
 _PANEL = 64  # rows; a super group of them takes 16 KiB of the L1 cache for each limb
 _SUMS = 8  # vectors of integer sums that a tile keeps in registers
@@ -29,38 +42,37 @@ def multiply_super_blocks(
     is_one_row: bool,
 ) -> None:
     """Multiply some blocks of a weight with some rows."""
-    lanes, num_chunks = min(ROWS, target.vector_bytes // 4), stored_rows.num_chunks
-    per = form.super_size // COLUMNS
+    lanes, per = min(ROWS, target.vector_bytes // 4), form.super_size // COLUMNS
+    supers = stored_rows.num_chunks // per
     if is_one_row:
         for block in loop(*blocks):
-            for row in loop(first_row, end_row):
-                tile = RowTile(stored_rows, row, 1, lanes)
-                for half in range(ROWS // lanes):
-                    packed = _Packed(target, form, weight, block, half, lanes, num_chunks)
-                    total = variable(zeros(f32(lanes)))
-                    for index in loop(0, num_chunks // per):
-                        packed.move_to(index)
-                        ((result,),) = _results(packed, tile, index * per, [[total.now]])
-                        total.set(result)
-                    results.write(row, block * ROWS + half * lanes, total.now)
+            row = RowTile(stored_rows, first_row, 1, lanes)
+            for half in range(ROWS // lanes):
+                packed = _Packed(target, form, weight, block, half, lanes, stored_rows.num_chunks)
+                total = variable(zeros(f32(lanes)))
+                for index in loop(0, supers):
+                    packed.move_to(index)
+                    ((result,),) = _results(packed, row, index * per, [[total.now]])
+                    total.set(result)
+                results.write(first_row, block * ROWS + half * lanes, total.now)
         return
     unpacked, totals = _Unpacked(target, form, lanes), array(f32, _PANEL * ROWS)
     for begin in loop(first_row, end_row, _PANEL):
         end = minimum(begin + _PANEL, end_row)
         for block in loop(*blocks):
-            packed = _Packed(target, form, weight, block, 0, ROWS, num_chunks)
+            packed = _Packed(target, form, weight, block, 0, ROWS, stored_rows.num_chunks)
             for at in loop(0, (end - begin) * ROWS, ROWS):
                 totals.store(at, zeros(f32(ROWS)))
-            for index in loop(0, num_chunks // per):
+            for index in loop(0, supers):
                 packed.move_to(index)
                 unpacked.fill(packed)
                 _add_panel(unpacked, stored_rows, begin, end, index * per, totals)
-            for row in loop(begin, end):
-                results.write(row, block * ROWS, totals.load((row - begin) * ROWS, ROWS))
+            for row_number in loop(begin, end):
+                results.write(row_number, block * ROWS, totals.load((row_number - begin) * ROWS, ROWS))
 
 
 def _add_panel(
-    unpacked: _Unpacked, stored_rows: StoredRows, begin: Value, end: Value, first_chunk: Value, totals: Value
+    unpacked: _Unpacked, stored_rows: StoredRows, begin: Value, end: Value, first_chunk: Value, totals: Pointer
 ) -> None:
     """Add a super group's results for the rows of a panel to their totals."""
     lanes, halves = unpacked.lanes, ROWS // unpacked.lanes
@@ -80,7 +92,7 @@ def _results(
     weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, totals: list[list[Value]]
 ) -> list[list[Value]]:
     """Totals of each row and half, f32 [lanes], after a super group."""
-    form, lanes, halves = weight.form, weight.lanes, range(len(totals[0]))
+    form, halves = weight.form, range(len(totals[0]))
     sums, belows = _integers(weight, rows, first_chunk, len(halves))
     results = [list(each) for each in totals]
     for half in halves:
@@ -127,12 +139,12 @@ def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, ha
                     for total, more in zip(sums[m][half], dots[m][half].scaled_totals(scale), strict=True):
                         total += more
     for index in loop(0, form.super_size // COLUMNS):
-        pairs = [weight.pairs(index, half).bitcast(i16(2 * lanes)) for half in range(halves)]
+        factors = [weight.pairs(index, half).bitcast(i16(2 * lanes)) for half in range(halves)]
         for m in range(rows.tile):
             for limb in range(rows.limbs):
-                x = rows.half_sums(m, first_chunk + index, limb)
+                own = rows.half_sums(m, first_chunk + index, limb)
                 for half in range(halves):
-                    belows[m][half][limb] += pair_dot(target, x, pairs[half])
+                    belows[m][half][limb] += pair_dot(target, own, factors[half])
     return sums, belows
 
 
@@ -192,7 +204,9 @@ class _Unpacked:
             self._factors.store(kind * ROWS, factor)
 
     def factors(self, half: int) -> list[Value]:
-        return [self._factors.load(kind * ROWS + half * self.lanes, self.lanes) for kind in range(1 + self.form.has_minimum)]
+        return [
+            self._factors.load(kind * ROWS + half * self.lanes, self.lanes) for kind in range(1 + self.form.has_minimum)
+        ]
 
     def quads(self, index: Value, half: int) -> list[Value]:
         first = index * (QUADS * QUAD * ROWS) + half * self.lanes * QUAD
