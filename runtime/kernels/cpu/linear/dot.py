@@ -91,7 +91,7 @@ class Dot:
         self._pairs[key] = 0
 
     def _widen(self, key: tuple[int, int]) -> None:
-        """Move a partial sum of pairs to int32, times the weight of its limb and its value part."""
+        """Move a partial sum of pairs to int32, times the weight for its limb and its value part."""
         limb, shift = key
         factor = 1 << shift + (8 if limb == 0 and self.limbs == 2 else 0)
         factors = number(factor, i16(2 * self.lanes))
@@ -119,7 +119,7 @@ def paired(first: Value, second: Value) -> Value:
 
 
 def pair_dot(target: Target, a: Value, b: Value) -> Value:
-    """The sum of each lane's two products of int16: i32 [lanes] for i16 [2 * lanes]."""
+    """Each lane's two products of int16, added: i32 [lanes] for i16 [2 * lanes]."""
     lanes = a.type.lanes // 2
     if target.triple.startswith("x86_64") and 4 * lanes == target.vector_bytes:
         name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"

@@ -121,7 +121,7 @@ def _add_chunk(sums: list[Variable], block: Block, scales: Scales, rows: RowTile
     halves = [0, 1] if form.group_size == 16 else [None]
     for half in halves:
         own = slice(0, QUADS) if half is None else slice(half * QUADS // 2, (half + 1) * QUADS // 2)
-        scale, *minimums = scales.of_group(chunk if half is None else chunk * 2 + half)
+        scale, *minimums = scales.group_scales(chunk if half is None else chunk * 2 + half)
         for m, total in enumerate(sums):
             product, below = _of_row(block, rows, m, chunk, quads, own, half)
             total += scale * product
@@ -142,7 +142,7 @@ def _add_group(
             total += product
             if belows:
                 belows[m] += below()
-    scale, *minimums = scales.of_group(group)
+    scale, *minimums = scales.group_scales(group)
     for m, total in enumerate(sums):
         total += scale * products[m]
         for smallest in minimums:

@@ -1,8 +1,8 @@
 """The torch twin of a CPU's integer products (int_product.py): equal bits, by the same operations in one order.
 
-Rows of x are quantized in spans of 32 columns, or 256 for weights with super scales: to int16, as a high and a low int8
-limb, or to int8. Integer sums are exact. All other operations are float32, each rounded once. So a row's bits do not
-depend on the other rows."""
+Rows of x are quantized in spans: 32 columns, or 256 for weights with super scales. An element is an int16, as a high and
+a low int8 limb, or an int8. Integer sums are exact. All other operations are float32, each rounded once. So a row's bits
+do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class QuantizedRows(NamedTuple):
 
 
 def quantize_rows_torch(x: torch.Tensor, bits: int = 16, span: int = COLUMNS) -> QuantizedRows:
-    """Quantize float32 rows [rows, K]. `span` columns share a scale, which keeps what is not finite in them."""
+    """Quantize float32 rows [rows, K]. `span` columns share a scale; it is not finite if one of them is not."""
     chunks = x.unflatten(1, (-1, COLUMNS)).transpose(0, 1)
     largest = x.unflatten(1, (-1, span)).abs().amax(2).clamp_min(SMALLEST_MAGNITUDE)
     largest = largest.t().repeat_interleave(span // COLUMNS, 0)

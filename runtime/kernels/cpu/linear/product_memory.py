@@ -1,4 +1,4 @@
-"""The memory of a product: quantized rows, results, and the values and scales of a weight's blocks."""
+"""A product's memory: quantized rows, results, and each weight block's values and scales."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RowTile:
 
     def __init__(self, stored: StoredRows, first: Value, tile: int, lanes: int) -> None:
         self.tile, self.limbs, self.lanes, self._stored = tile, stored.limbs, lanes, stored
-        self._numbers = [first]  # of the tile's rows; the first one's if they are neighbours
+        self._numbers = [first]  # row numbers; only the first if rows are neighbours
         if stored.numbers is not None:
             self._numbers = [row_number(stored.numbers, first + m) for m in range(tile)]
 
@@ -127,7 +127,7 @@ class RowTile:
         return pair.repeat(self.lanes).bitcast(i16(2 * self.lanes))
 
     def _at(self, memory: Pointer, m: int, chunk: Value, elements: int) -> Pointer:
-        """The place of a row's chunk, where each has a number of elements."""
+        """The place of a row's chunk, if chunks have this many elements."""
         if self._stored.numbers is None:
             return memory + (chunk * self._stored.num_rows + self._numbers[0]) * elements + m * elements
         return memory + (chunk * self._stored.num_rows + self._numbers[m]) * elements
@@ -190,12 +190,12 @@ class Scales:
         supers = block * (columns // form.super_size) if form.super_size else block
         self._supers = [p + (supers * ROWS + half * lanes) for p in (super_scales, super_minimums)]
 
-    def of_super(self, index: Value) -> list[Value]:
+    def super_factors(self, index: Value) -> list[Value]:
         """A super group's factors: for scales, and perhaps for minimums."""
         pointers = self._supers[: 2 if self.form.has_minimum else 1]
         return [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
 
-    def of_group(self, index: Value) -> list[Value]:
+    def group_scales(self, index: Value) -> list[Value]:
         """The scale of a group, and perhaps the minimum, as floats."""
         return [stored.to(f32) for stored in self.stored(index)]
 

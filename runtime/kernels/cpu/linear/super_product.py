@@ -26,7 +26,7 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 
-_PANEL = 64  # rows; a super group of them takes 16 KiB of the L1 cache for each limb
+_PANEL = 64  # rows; their activations take 16 KiB in the L1 cache for each limb
 _SUMS = 8  # vectors of integer sums that a tile keeps in registers
 
 
@@ -114,7 +114,7 @@ _Sums = list[list[list[Variable]]]  # i32 [lanes] of each row, half and limb
 
 
 def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, halves: int) -> tuple[_Sums, _Sums]:
-    """The sums of values times scales, and of activations times minimums (of the scales, without minimums)."""
+    """Two sums: values times scales; activations times minimums, or times scales without minimums."""
     form, target, lanes = weight.form, weight.target, weight.lanes
     sums, belows = (
         [[[variable(zeros(i32(lanes))) for _ in range(rows.limbs)] for _ in range(halves)] for _ in range(rows.tile)]
@@ -149,7 +149,7 @@ def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, ha
 
 
 class _Packed:
-    """A super group of a block, or of some of its rows, as it is stored. Indices of chunks count from its first one."""
+    """A block's super group as it is stored, or some rows of it. Chunk indices count from its first one."""
 
     def __init__(
         self, target: Target, form: WeightForm, weight: StoredWeight, block: Value, half: int, lanes: int, chunks: Value
@@ -163,7 +163,7 @@ class _Packed:
         self._index, self._first = index, index * (self.form.super_size // COLUMNS)
 
     def factors(self, half: int) -> list[Value]:
-        return self._scales.of_super(self._index)
+        return self._scales.super_factors(self._index)
 
     def quads(self, index: Value, half: int) -> list[Value]:
         return self._block.quads(self._first + index)
@@ -183,7 +183,7 @@ class _Packed:
 
 
 class _Unpacked:
-    """Memory for a super group of a block, as a tile of rows multiplies it."""
+    """Memory for a block's super group, in the layout that a tile multiplies."""
 
     def __init__(self, target: Target, form: WeightForm, lanes: int) -> None:
         self.target, self.form, self.lanes = target, form, lanes
