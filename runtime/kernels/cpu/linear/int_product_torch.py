@@ -1,8 +1,8 @@
 """The torch twin of a CPU's integer products (int_product.py): equal bits, by the same operations in one order.
 
-Rows of x are quantized in spans: 32 columns, or 256 for weights with super scales. An element is an int16, as a high and
-a low int8 limb, or an int8. Integer sums are exact. All other operations are float32, each rounded once. So a row's bits
-do not depend on the other rows."""
+Rows of x are quantized in spans: 32 columns, or 256 for weights with super scales. An element is an int16, as a high
+and a low int8 limb, or an int8. Integer sums are exact. All other operations are float32, each rounded once. So a row's
+bits do not depend on the other rows."""
 
 from __future__ import annotations
 
