@@ -1,9 +1,9 @@
 """JSON lines of the benchmarks -> HISTORY.md: what was measured more than once, by date, so that a slower tree is seen.
 
     python -m benchmarks.library.history                  # after a benchmark has appended its lines with --out
-    python -m benchmarks.library.history --slower 0.03    # also exits with 1 if a last figure is 3 % worse than the best
+    python -m benchmarks.library.history --slower 0.03    # also exits with 1 if a last figure is 3 % below the best
 
-The best is that of all earlier dates with the same settings, on the same card or else the same number of cores.
+The best is that from all earlier dates with the same settings, on the same card or else the same number of cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Past(NamedTuple):
 
 
 def pasts(lines: Iterable[Line]) -> list[Past]:
-    """The measurements of more than one date, in the order of the report's subjects. A day's last figure counts."""
+    """Measurements with more than one date, in the order of the report's subjects. A day's last figure counts."""
     found = list[Past]()
     ordered = sorted(lines, key=lambda line: str(line["time"]))
     for name, subject in SUBJECTS.items():
