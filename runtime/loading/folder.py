@@ -15,7 +15,7 @@ from runtime.models.families.defaults import with_defaults
 INDEX_NAME = "model.safetensors.index.json"
 # Files from exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-_HEADS = re.compile("eagle|dflash|dspark|medusa", re.IGNORECASE)
+_HEADS = re.compile("eagle|dflash|dspark|medusa|gemma4(unified)?assistant", re.IGNORECASE)
 _HEAD_FIELDS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
 _MOST_HEAD_LAYERS = 4  # an EAGLE-1 head has the config.json of a small Llama
 

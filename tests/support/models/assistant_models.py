@@ -1,0 +1,117 @@
+"""Tiny Gemma 4 models with an assistant, and transformers' model as the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+)
+
+from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
+from runtime.models.heads.assistant_files import assistant_spec
+
+VOCAB, WINDOW, CENTROIDS = 128, 24, 16
+_COMMON = {
+    "vocab_size": VOCAB, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "global_head_dim": 32, "max_position_embeddings": 256, "sliding_window": WINDOW,
+}  # fmt: skip
+_KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+# name -> fields of the target, and of its assistant's text_config
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "shared": (  # as E2B: the last layers share keys and values, and layers have embeddings
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 3,
+         "use_double_wide_mlp": True, "final_logit_softcapping": 5.0},
+        {"final_logit_softcapping": 5.0},
+    ),
+    "experts": (  # as 26B-A4B: keys are values, and layers have experts
+        _ONE_HEAD | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+                     "moe_intermediate_size": 16},
+        _ONE_HEAD,
+    ),
+}  # fmt: skip
+_OF_CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": CENTROIDS, "centroid_intermediate_top_k": 3}
+
+
+def random_pair(name: str, centroids: bool) -> tuple[PreTrainedModel, Gemma4AssistantForCausalLM]:
+    """A model of MODELS, and its assistant, with random weights."""
+    target, own = MODELS[name]
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(**_COMMON, **target, hidden_size=32, num_hidden_layers=6, layer_types=_KINDS)
+    model = Gemma4ForCausalLM(config).eval()
+    text = Gemma4TextConfig(
+        **_COMMON, **own, hidden_size=24, num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + _KINDS[2:3],
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=4,
+    )  # fmt: skip
+    head = Gemma4AssistantForCausalLM(
+        Gemma4AssistantConfig(text_config=text, backbone_hidden_size=32, **(_OF_CENTROIDS if centroids else {}))
+    ).eval()
+    for module in (model, head):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.25)
+        for key, buffer in module.named_buffers():
+            if key.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    if centroids:
+        head.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    return model, head
+
+
+def write_pair(
+    folder: Path, model: PreTrainedModel, head: Gemma4AssistantForCausalLM, **config: Any
+) -> tuple[Path, Path]:
+    """Folders of the model and of the head, whose config.json also has `config`."""
+    paths = folder / "model", folder / "head"
+    for path, module in zip(paths, (model, head), strict=True):
+        module.save_pretrained(path)
+    file = paths[1] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return paths
+
+
+@torch.inference_mode()
+def oracle(
+    model: PreTrainedModel, head: Gemma4AssistantForCausalLM, token_ids: list[int], drafts: list[int], shift: int = 0
+) -> torch.Tensor:
+    """[len(drafts), vocabulary]: logits of draft tokens after these tokens, of which the last one has no keys.
+
+    `shift` is added to the position. transformers' mask shows one key more than the target's window, so that its keys
+    are cut here; models without `final_logit_softcapping` in the head's pass get it."""
+    out = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    kinds = {"sliding_attention": -WINDOW, "full_attention": 0}
+    kv = {kind: tuple(x[:, :, first:] for x in out.shared_kv_states[kind]) for kind, first in kinds.items()}
+    hidden, position = out.hidden_states[-1][:, -1:], torch.tensor([[len(token_ids) - 1 + shift]])
+    found = []
+    for token in (token_ids[-1], *drafts[:-1]):
+        embeds = model.get_input_embeddings()(torch.tensor([[token]]))
+        made = head(inputs_embeds=torch.cat((embeds, hidden), -1), position_ids=position, shared_kv_states=kv)
+        found.append(made.logits[:, 0])
+        hidden = made.last_hidden_state
+    logits, cap = torch.cat(found), head.config.text_config.final_logit_softcapping
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def assistant_of(target: DecoderSpec, centroids: int = 0, best: int = 1, **own: Any) -> HeadSpec:
+    """An assistant with two layers for a target with a window in some layers and none in others."""
+    mixers = {bool(mixer.window): mixer for mixer in target.attentions.values()}
+    text = {
+        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 64,
+        "num_hidden_layers": 2, "layer_types": _KINDS[1:3], "num_attention_heads": mixers[False].num_heads,
+        "num_key_value_heads": mixers[False].num_kv_heads, "head_dim": mixers[True].head_dim,
+        "global_head_dim": mixers[False].head_dim, "sliding_window": mixers[True].window,
+    }  # fmt: skip
+    config = {"text_config": text | own, "backbone_hidden_size": target.hidden_size}
+    if centroids:
+        config |= {
+            "use_ordered_embeddings": True, "num_centroids": centroids, "centroid_intermediate_top_k": best
+        }  # fmt: skip
+    return assistant_spec(config, target)
