@@ -51,8 +51,8 @@ WEIGHT_MAP = WeightMap(
 def decoder_spec(config: Mapping[str, Any], sources: Mapping[str, int] | None = None) -> DecoderSpec:
     """The spec for a text model's config, or for a text part's.
 
-    `sources` has the layer whose keys and values the last layers of each kind read: the last one of its kind that stores
-    some, or a layer of another model (models/heads/assistant_files.py)."""
+    `sources` has a layer for each kind, whose keys and values the last layers read. By default it is the last one that
+    stores some; a head reads layers of its target (models/heads/assistant_files.py)."""
     _check(config)
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
     kinds = config["layer_types"] or [

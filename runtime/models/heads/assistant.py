@@ -49,7 +49,9 @@ class AssistantHead(DraftHead):
             return
         self.table, centroids = builder.dense(TABLE), builder.dense(CENTROIDS)
         ids = torch.arange(len(self.table)) if ids is None else ids
-        self.ids = ids.view(len(centroids), -1).to(self.table.device)  # [centroids, tokens of each]
+        rows = torch.arange(len(self.table)) if CENTROID_ORDER in spec.flags else ids
+        # [centroids, tokens of each] the tokens, and their rows of the table
+        self.ids, self.rows = (x.view(len(centroids), -1).to(self.table.device) for x in (ids, rows))
         self.centroids = maps.kernels.linear([centroids], None)
 
     @property
@@ -76,12 +78,11 @@ class AssistantHead(DraftHead):
 
     def _logits_of_centroids(self, x: torch.Tensor) -> torch.Tensor:
         """[n, own vocabulary of the rank] float32. Each rank computes all logits, since they are few."""
-        x, (_, size) = self.stack.kernels.norm(x, self.norm, self.eps), self.ids.shape
-        best = self.centroids.product(x).topk(self.spec.num_ids // size, dim=1).indices  # [n, centroids]
-        ids, within = self.ids[best].flatten(1), torch.arange(size, device=x.device)
-        places = (best[:, :, None] * size + within).flatten(1) if CENTROID_ORDER in self.spec.flags else ids
-        parts = zip(x.split(_ROWS_AT_ONCE), places.split(_ROWS_AT_ONCE), strict=True)
-        found = torch.cat([torch.bmm(self.table[rows], own[:, :, None]).squeeze(2) for own, rows in parts])
+        x = self.stack.kernels.norm(x, self.norm, self.eps)
+        best = self.centroids.product(x).topk(self.spec.num_ids // self.ids.shape[1], dim=1).indices
+        ids, rows = (each[best].flatten(1) for each in (self.ids, self.rows))  # [n, num_ids]
+        parts = zip(x.split(_ROWS_AT_ONCE), rows.split(_ROWS_AT_ONCE), strict=True)
+        found = torch.cat([torch.bmm(self.table[places], own[:, :, None]).squeeze(2) for own, places in parts])
         vocabulary, own_ids = len(self.table), self.spec.decoder.token_ids
         logits = torch.full((len(x), vocabulary), -torch.inf, dtype=torch.float32, device=x.device)
         logits.scatter_(1, ids, self._capped(found.float()))

@@ -25,7 +25,6 @@ from runtime.models.heads.assistant import (
     TABLE,
     AssistantHead,
 )
-from runtime.models.weight_map import WeightMap
 from runtime.models.weights import read_from
 from runtime.quant import parse_schemes
 from runtime.quant.weight_format import TensorSource

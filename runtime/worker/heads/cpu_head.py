@@ -162,8 +162,8 @@ class CpuHead:
     def _draft(self, count: int, x: torch.Tensor, rows: Int32s, positions: Int32s, slots: Slots) -> bool:
         """Draft tokens after the samples at `positions` [n] in slots `rows` [n].
 
-        `x` are the extend's results, or without a cache the features before the samples. Returns False if a value is not
-        finite."""
+        `x` [n, ...] are the extend's results, or without a cache the features before the samples. Returns False if a
+        value is not finite."""
         finite, samples = True, positions
         for number in range(count):
             positions = positions + 1

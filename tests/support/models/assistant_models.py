@@ -15,10 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runtime.base.model.decoder_spec import DecoderSpec
-from runtime.base.model.head_spec import HeadSpec
-from runtime.models.heads.assistant_files import assistant_spec
-
 VOCAB, WINDOW, CENTROIDS = 128, 24, 16
 _COMMON = {
     "vocab_size": VOCAB, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -98,20 +94,3 @@ def oracle(
         hidden = made.last_hidden_state
     logits, cap = torch.cat(found), head.config.text_config.final_logit_softcapping
     return logits if cap is None else cap * (logits / cap).tanh()
-
-
-def assistant_of(target: DecoderSpec, centroids: int = 0, best: int = 1, **own: Any) -> HeadSpec:
-    """An assistant with two layers for a target with a window in some layers and none in others."""
-    mixers = {bool(mixer.window): mixer for mixer in target.attentions.values()}
-    text = {
-        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 64,
-        "num_hidden_layers": 2, "layer_types": _KINDS[1:3], "num_attention_heads": mixers[False].num_heads,
-        "num_key_value_heads": mixers[False].num_kv_heads, "head_dim": mixers[True].head_dim,
-        "global_head_dim": mixers[False].head_dim, "sliding_window": mixers[True].window,
-    }  # fmt: skip
-    config = {"text_config": text | own, "backbone_hidden_size": target.hidden_size}
-    if centroids:
-        config |= {
-            "use_ordered_embeddings": True, "num_centroids": centroids, "centroid_intermediate_top_k": best
-        }  # fmt: skip
-    return assistant_spec(config, target)
