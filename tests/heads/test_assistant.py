@@ -42,7 +42,7 @@ def open_pair(model: Path, head: Path | None, **config) -> ModelRunner:
 
 
 class Drafted:
-    """Keeps the logits of a runner's draft tokens, and compares those of a round with the oracle's."""
+    """Keeps the logits of a runner's draft tokens, and compares a round's with the oracle's."""
 
     def __init__(self, runner: ModelRunner, want) -> None:
         self.rounds, self.want, self.kept = Rounds(runner), want, []
@@ -55,7 +55,7 @@ class Drafted:
         return self.kept[-1].clone()
 
     def check(self, *slots: int, count: int) -> None:
-        """The last `count` logits are those of these rows' draft tokens."""
+        """Compare the last `count` passes, which drafted for these rows."""
         made, self.kept = self.kept[-count:], []
         for row, slot in enumerate(slots):
             drafts = self.rounds.drafts(slot, count)

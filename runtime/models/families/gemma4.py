@@ -51,8 +51,8 @@ WEIGHT_MAP = WeightMap(
 def decoder_spec(config: Mapping[str, Any], sources: Mapping[str, int] | None = None) -> DecoderSpec:
     """The spec for a text model's config, or for a text part's.
 
-    `sources` has a layer for each kind, whose keys and values the last layers read. By default it is the last one that
-    stores some; a head reads layers of its target (models/heads/assistant_files.py)."""
+    `sources` maps each kind to the layer with the keys and values that the last layers read. By default it is the last
+    one that stores some; a head reads its target's (models/heads/assistant_files.py)."""
     _check(config)
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
     kinds = config["layer_types"] or [

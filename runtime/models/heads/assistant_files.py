@@ -34,6 +34,7 @@ _ORDER = "masked_embedding.token_ordering"
 _GEMMA = "Gemma4ForCausalLM"
 # No layer has an embedding of its own, and none sees an image as a whole.
 _FIXED = {"architectures": [_GEMMA], "vocab_size_per_layer_input": None, "use_bidirectional_attention": None}
+_OF_UNIFIED = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}  # fields that unified assistants lack
 _SIZES = {"num_kv_heads": "heads of keys and values", "head_dim": "elements a head", "window": "tokens of a window"}
 _WEIGHT_MAP = replace(
     gemma4.WEIGHT_MAP,
@@ -115,11 +116,11 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise CallboardError(f"The head's text_config is {str(text)[:40]!r}; it must be an object.")
     shared = text.get("num_kv_shared_layers") or text.get("num_hidden_layers")
-    return {"hidden_size_per_layer_input": 0, **text, **_FIXED, "num_kv_shared_layers": shared}
+    return {**_OF_UNIFIED, **text, **_FIXED, "num_kv_shared_layers": shared}
 
 
 def _sources(target: DecoderSpec) -> dict[str, int]:
-    """The target's last layer of each kind with keys and values of its own."""
+    """Each kind's last layer in the target with its own keys and values."""
     found = {
         "sliding_attention" if mixer.window else "full_attention": layer
         for layer, mixer in target.attentions.items()

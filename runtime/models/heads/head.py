@@ -38,8 +38,8 @@ class DraftHead(ABC):
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[n, its decoder's hidden size] from the batch's tokens and `hidden` [n, hidden_size] of the positions before.
 
-        Writes the tokens' keys and values into `caches`, one for each layer of the head. Without a cache of its own,
-        the batch's positions are those of the last keys that its rows see."""
+        Writes the tokens' keys and values into `caches`, one for each layer of the head. A head without a cache gets
+        the positions of the last visible keys."""
 
     @abstractmethod
     def recycled(self, x: torch.Tensor) -> torch.Tensor:

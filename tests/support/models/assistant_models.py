@@ -22,14 +22,14 @@ _COMMON = {
 }  # fmt: skip
 _KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 _ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-# name -> fields of the target, and of its assistant's text_config
+# name -> the target's fields, and those in its assistant's text_config
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "shared": (  # as E2B: the last layers share keys and values, and layers have embeddings
+    "shared": (  # E2B: the last layers share keys and values, and layers have embeddings
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 3,
          "use_double_wide_mlp": True, "final_logit_softcapping": 5.0},
         {"final_logit_softcapping": 5.0},
     ),
-    "experts": (  # as 26B-A4B: keys are values, and layers have experts
+    "experts": (  # 26B-A4B: keys are values, and layers have experts
         _ONE_HEAD | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
                      "moe_intermediate_size": 16},
         _ONE_HEAD,
@@ -65,7 +65,7 @@ def random_pair(name: str, centroids: bool) -> tuple[PreTrainedModel, Gemma4Assi
 def write_pair(
     folder: Path, model: PreTrainedModel, head: Gemma4AssistantForCausalLM, **config: Any
 ) -> tuple[Path, Path]:
-    """Folders of the model and of the head, whose config.json also has `config`."""
+    """Folders of the model and the head. The head's config.json also has `config`."""
     paths = folder / "model", folder / "head"
     for path, module in zip(paths, (model, head), strict=True):
         module.save_pretrained(path)
@@ -78,10 +78,10 @@ def write_pair(
 def oracle(
     model: PreTrainedModel, head: Gemma4AssistantForCausalLM, token_ids: list[int], drafts: list[int], shift: int = 0
 ) -> torch.Tensor:
-    """[len(drafts), vocabulary]: logits of draft tokens after these tokens, of which the last one has no keys.
+    """[len(drafts), vocabulary]: logits of draft tokens after these tokens. The last token lacks keys.
 
-    `shift` is added to the position. transformers' mask shows one key more than the target's window, so that its keys
-    are cut here; models without `final_logit_softcapping` in the head's pass get it."""
+    `shift` is added to the position. transformers' mask shows one key more than the target's window, so that keys are
+    cut here. Its pass leaves out the head's `final_logit_softcapping`, which vLLM's has."""
     out = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
     kinds = {"sliding_attention": -WINDOW, "full_attention": 0}
     kv = {kind: tuple(x[:, :, first:] for x in out.shared_kv_states[kind]) for kind, first in kinds.items()}
