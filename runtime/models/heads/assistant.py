@@ -20,8 +20,8 @@ from runtime.models.mixers.mixer import LayerCache
 from runtime.models.weights import ReadWeight
 
 PRE, POST, CENTROIDS, TABLE = "pre_projection.weight", "post_projection.weight", "centroids.weight", "draft_head"
-# Variants that other engines have. In transformers, a pass has the position of its round's first token, and the rows of
-# `TABLE` follow the token ids.
+# Variants that other engines have. In transformers, passes have the position of their round's first token, and rows in
+# the table follow the token ids.
 LAST_KEY_POSITION = "last_key_position"  # vLLM, SGLang: a pass has the position of the last key that it sees
 CENTROID_ORDER = "centroid_order"  # SGLang: the rows of `TABLE` lie in the centroids' order
 _ROWS_AT_ONCE = 16  # rows with the embeddings of their centroids' tokens in memory
