@@ -12,6 +12,7 @@ A batch decodes by an engine with the head, and without. Then the parts are time
 
     python -m benchmarks.drafts.heads --model llama-3.1-8b --head eagle3 --length 3.0 --batches 1 8 64
     python -m benchmarks.drafts.heads --model qwen3.6-35b-a3b --head mtp --length 2.8 --context 8192 --batches 1 16
+    python -m benchmarks.drafts.heads --model gemma-4-26b-a4b --head assistant --batches 1 8
 """
 
 from __future__ import annotations
