@@ -249,7 +249,7 @@ class EngineConfig:
         None,
         "source of draft tokens, which the model verifies several per step: a smaller model with the same tokenizer, "
         "given like `model`; ngram, which looks them up in the request itself; mtp, the head in the model's own "
-        "checkpoint; or the folder of a head, such as EAGLE-3",
+        "checkpoint; or the folder of a head, such as EAGLE-3 or an assistant of Gemma 4",
     )
     draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto", "quantization of a draft model"

@@ -28,10 +28,10 @@ def in_float32(**settings) -> Numerics:
 
 
 class HeadDriver:
-    """Runs a model and the head that `--draft mtp` names."""
+    """Runs a model and the head that `--draft` names."""
 
-    def __init__(self, source: ModelSource, communicator: Communicator | None = None) -> None:
-        ranks, self.numerics, found = communicator or OneRank(), in_float32(), source.head("mtp")
+    def __init__(self, source: ModelSource, communicator: Communicator | None = None, draft: str = "mtp") -> None:
+        ranks, self.numerics, found = communicator or OneRank(), in_float32(), source.head(draft)
         assert found is not None
         shard = Shard(ranks.rank, ranks.size)
         self.spec = spec = replace(source.spec, draft_layers=found.spec.layers).of_rank(shard)
