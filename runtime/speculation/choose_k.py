@@ -26,8 +26,7 @@ _LIKELY_TOKENS = [  # a row's draft tokens that are likely enough, by its accept
     next((n for n in range(MAX_MATCHED_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
 _RESTED_ACCEPTANCE = 0.6  # a request without draft tokens drifts back to at least this, or its first estimate
-# weight of the newest draft token in a request's estimate, and in the overall one
-_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01
+_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # the newest draft token's weight in a request's estimate and the overall one
 _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
 # Every _DRIFT_EVERY steps it drifts to its first value, so that drafting is tried again. It drifts less above
 # _DRIFT_ROWS rows, where a try costs more.
@@ -45,8 +44,7 @@ class Drafter(Protocol):
     most: int = MAX_DRAFT_TOKENS  # draft tokens of a row
     most_chosen: int = MAX_CHOSEN_TOKENS  # the same if the number follows from the estimate
     in_runner: bool = False  # the runner makes the draft tokens in the step before
-    # The first estimate of the acceptance, for each kind of draft tokens. With a lower one than this, a large batch
-    # would never try to draft.
+    # Each kind's first acceptance estimate. With a lower one than this, a large batch would never try to draft.
     first_acceptance: Sequence[float] = (0.7,)
 
     @property

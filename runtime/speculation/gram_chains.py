@@ -2,8 +2,8 @@
 
     bucket of an n-gram  ->  its oldest end  ->  its newest end  ->  an older one  ->  ...  ->  its oldest end
 
-The ends of a bucket are a circle of links, as in LZ77's hash chains. So older and newer n-grams both enter it in
-constant time, and numpy adds thousands at once. A bucket may hold several n-grams: the caller compares tokens.
+Each bucket is a circle of links, like LZ77's hash chains. So older and newer n-grams both enter it in constant time, and
+numpy adds thousands at once. A bucket may hold several n-grams: the caller compares tokens.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from runtime.base.arrays import Int32s
 from runtime.base.types import TOKEN_BYTES
 
 _MASK = (1 << 64) - 1
-MAX_SIZE = 5  # tokens of the largest n-gram
+_MAX_SIZE = 5  # tokens of the largest n-gram
 DEPTH = 32  # tokens of a match that are compared; a longer one counts as this long
 MAX_LINKS = 4  # ends of one n-gram that a look-up compares
 _TOKEN_BITS = 8 * TOKEN_BYTES
 # Odd and random at each start, so that clients cannot choose tokens that collide.
-_FACTORS = [secrets.randbits(64) | 1 for _ in range(MAX_SIZE)]
+_FACTORS = [secrets.randbits(64) | 1 for _ in range(_MAX_SIZE)]
 
 
 class GramChains:
-    """The ends of all n-grams of these `sizes` in a text of up to `capacity` tokens.
+    """Where the n-grams with these `sizes` end in a text, which has up to `capacity` tokens.
 
     Memory: 4 bytes a token for each size, and 4 to 8 for its buckets."""
 
     def __init__(self, capacity: int, sizes: Sequence[int]) -> None:
         self._shift = 64 - max(1, capacity.bit_length())  # one bucket or two for each token
-        self._oldest = {size: array("i", bytes(4 << (64 - self._shift))) for size in sizes}  # by bucket; 0: empty
-        self._links = {size: array("i", bytes(4 * (capacity + 1))) for size in sizes}  # by end
+        self._oldest = {
+            size: array("i", bytes(4 << (64 - self._shift))) for size in sizes
+        }  # each bucket's oldest end; 0: empty
+        self._links = {
+            size: array("i", bytes(4 * (capacity + 1))) for size in sizes
+        }  # the next end in the circle, for each end
 
     def insert(self, text: Int32s, start: int, end: int, older: bool = False, salt: int = 0) -> None:
         """Add the n-grams that end within (start, end]. They lie before all others if they are `older`, else behind.
@@ -67,9 +71,10 @@ class GramChains:
         else:
             oldest[buckets[~is_known]] = firsts[~is_known]
 
-    def ends(self, size: int, mixed: int) -> list[int]:
-        """Return the newest MAX_LINKS ends in the bucket of a sum of `mixed`, the newest first."""
-        oldest, links = self._oldest[size][(mixed & _MASK) >> self._shift], self._links[size]
+    def ends(self, size: int, gram: int) -> list[int]:
+        """Return the newest MAX_LINKS ends in the bucket of `gram`, the newest first. `gram` is the n-gram's `mixed`
+        sum, plus its salt."""
+        oldest, links = self._oldest[size][(gram & _MASK) >> self._shift], self._links[size]
         found: list[int] = []
         at = oldest
         while at and len(found) < MAX_LINKS:
@@ -81,7 +86,7 @@ class GramChains:
 
 
 def mixed(tail: Sequence[int], size: int) -> int:
-    """Return the sum that chooses the bucket of the last `size` tokens."""
+    """Return the sum that chooses the bucket of `tail`'s last `size` tokens."""
     return sum(map(mul, tail[-1 : -1 - size : -1], _FACTORS))
 
 
@@ -100,8 +105,9 @@ class Longest:
         self.num_compared = 0
 
     def offer(self, size: int, before: array[int], end: int, text: array[int] | None = None) -> None:
-        """Compare a place by the tokens `before` it, as many as the tail has or all. Fewer than `size` in common do
-        not count."""
+        """Compare the tokens `before` a place, at most the tail's number, with the tail.
+
+        A match has at least `size` tokens in common."""
         self.num_compared += 1
         other, num_bits = int.from_bytes(before, "little"), _TOKEN_BITS * len(before)
         if num_bits < self._bits:

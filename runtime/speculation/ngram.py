@@ -32,7 +32,7 @@ class TextIndex:
     def __init__(self, prediction: Sequence[int], tokens: array[int]) -> None:
         """The text is `prediction`, then `tokens`."""
         self._prediction = prediction
-        self.text = array("i", bytes(4 * len(prediction))) + tokens
+        self.text = array("i", bytes(TOKEN_BYTES * len(prediction))) + tokens
         self._filled = len(prediction)  # `text` holds the text from here on
         self._left = len(self.text)  # n-grams that end before this position are not indexed yet
         self.chains = GramChains(len(self.text), SIZES)
@@ -83,7 +83,7 @@ class _Grams:
     def __init__(self, size: int, began: int) -> None:
         self.size, self.began = size, began  # tokens of an n-gram; the first end
         self.last: dict[bytes, int] = {}  # the n-grams' last ends
-        self.links = array("i")  # by end, from `began` on: the same n-gram's end before it, or 0
+        self.links = array("i")  # the same n-gram's end before each end from `began` on; 0: none
 
     def ends(self, gram: bytes) -> list[int]:
         """Return the newest MAX_LINKS ends of an n-gram, the newest first."""
@@ -260,7 +260,7 @@ def _after(state: RequestState, at: int, most: int) -> list[int]:
 
 
 def _vote(paths: list[list[int]]) -> list[int]:
-    """Return the tokens that most of these paths agree with, one after another; of several, those of the first path."""
+    """Return the path with the most votes, token by token. The first path wins a tie."""
     at = 0
     while len(paths) > 1:
         tokens = [other[at] for other in paths if len(other) > at]

@@ -3,8 +3,8 @@
     old generation   [out, out, ..., out]            full; dropped as a whole when the new one is full
     new generation   [out, out, ...          room]   its text: -1, output, -1, output, ...
 
-So the oldest outputs leave first, without a search. Each output has an owner, and a look-up finds only those of its
-own: requests with other owners cannot measure it by the time that theirs take (C5).
+So the oldest outputs leave first, without a search. Each output has an owner, and a look-up finds its owner's outputs
+alone. Requests with other owners cannot find out by their own speed what it was (C5).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PastOutputs:
 
     def __init__(self, capacity: int) -> None:
         """Keep at most `capacity` tokens, separators included, in 12 to 16 bytes each."""
-        self._capacity = capacity // 3  # tokens of a generation, and of what is not indexed yet
+        self._capacity = capacity // 3  # most tokens in a generation; as many may wait
         self._generations: list[_Generation] = []  # the new one, then the old one
         self._pending: deque[tuple[Hashable, array[int]]] = deque()  # outputs that are not in the text yet
         self._num_pending = 0  # their tokens
@@ -66,7 +66,7 @@ class PastOutputs:
                 self._num_pending -= len(self._pending.popleft()[1])
 
     def advance(self, work: int) -> None:
-        """Index more outputs. Each token is a unit of `work`, and each piece of an output PIECE_COST more."""
+        """Index more outputs. Each token is a unit of `work`. An output's piece costs PIECE_COST more."""
         while work > 0:
             if not self._generations or self._generations[0].num_indexed == len(self._generations[0].text):
                 if not self._pending:

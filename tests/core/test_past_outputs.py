@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ from tests.support.examples import examples
 def test_ends_of_a_bucket_come_newest_first(text, cuts, older):
     chains, sizes = GramChains(len(text), (2, 5)), (2, 5)
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = list(zip(bounds, bounds[1:], strict=False))
+    pieces = list(pairwise(bounds))
     for start, end in reversed(pieces) if older else pieces:
         chains.insert(np.array(text, np.int32), start, end, older)
     with mock.patch("runtime.speculation.gram_chains.MAX_LINKS", 1000):
@@ -53,9 +54,13 @@ def found(past: PastOutputs, owner: tuple[str, str], tail: list[int]) -> tuple[i
 
 @given(outputs=st.lists(st.tuples(OWNER, OUTPUT), max_size=12), owner=OWNER, tail=OUTPUT.filter(bool))
 @settings(max_examples=examples(150))
-@mock.patch("runtime.speculation.past_outputs.hash", lambda owner: 0, create=True)  # all owners share their buckets
 @mock.patch("runtime.speculation.gram_chains.MAX_LINKS", 1000)
 def test_other_owners_outputs_do_not_show(outputs, owner, tail):
+    with mock.patch("runtime.speculation.past_outputs.hash", return_value=0, create=True):  # owners share buckets
+        _check_owners(outputs, owner, tail)
+
+
+def _check_owners(outputs, owner, tail):
     every, own = PastOutputs(10_000), PastOutputs(10_000)
     for other, output in outputs:
         every.add(other, array("i", output))
