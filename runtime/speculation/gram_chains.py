@@ -2,8 +2,8 @@
 
     bucket of an n-gram  ->  its oldest end  ->  its newest end  ->  an older one  ->  ...  ->  its oldest end
 
-Each bucket is a circle of links, like LZ77's hash chains. So older and newer n-grams both enter it in constant time, and
-numpy adds thousands at once. A bucket may hold several n-grams: the caller compares tokens.
+Each bucket is a circle of links, like LZ77's hash chains. So older and newer n-grams both enter it in constant time.
+Numpy adds thousands at once. A bucket may hold several n-grams: the caller compares tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ class GramChains:
 
     def __init__(self, capacity: int, sizes: Sequence[int]) -> None:
         self._shift = 64 - max(1, capacity.bit_length())  # one bucket or two for each token
-        self._oldest = {
-            size: array("i", bytes(4 << (64 - self._shift))) for size in sizes
-        }  # each bucket's oldest end; 0: empty
-        self._links = {
-            size: array("i", bytes(4 * (capacity + 1))) for size in sizes
-        }  # the next end in the circle, for each end
+        # Each bucket's oldest end, 0 if it is empty; and each end's next one in its circle.
+        self._oldest = {size: array("i", bytes(TOKEN_BYTES << (64 - self._shift))) for size in sizes}
+        self._links = {size: array("i", bytes(TOKEN_BYTES * (capacity + 1))) for size in sizes}
 
     def insert(self, text: Int32s, start: int, end: int, older: bool = False, salt: int = 0) -> None:
         """Add the n-grams that end within (start, end]. They lie before all others if they are `older`, else behind.

@@ -227,13 +227,14 @@ class Ngram(Drafter):
         if end - first > MAX_DRAFT_TOKENS + 1:
             end = min(end, first + max(MAX_DRAFT_TOKENS + 1, self._work // OWN_COST))
             self._work -= OWN_COST * (end - first)
-        text = _before(state, end, end - first + SIZES[-1]).tobytes()
-        start = end - len(text) // TOKEN_BYTES
+        # Padded before the first token: a look-up compares tokens, and so skips such an n-gram.
+        count = end - first + SIZES[-1]
+        text, stop = _before(state, end, count).tobytes().rjust(TOKEN_BYTES * count), TOKEN_BYTES * SIZES[-1]
         for grams in lookup.grams:
-            last, links, num_bytes = grams.last, grams.links, TOKEN_BYTES * grams.size
+            last, links, begin = grams.last, grams.links, TOKEN_BYTES * (SIZES[-1] - grams.size)
             for at in range(first, end):
-                stop = TOKEN_BYTES * (at - start)
-                gram = text[max(0, stop - num_bytes) : stop]  # shorter at the start, where no look-up finds it
+                shift = TOKEN_BYTES * (at - first)
+                gram = text[begin + shift : stop + shift]
                 links.append(last.get(gram, 0))
                 last[gram] = at
         lookup.seen = end
