@@ -4,8 +4,10 @@
     python -m benchmarks.drafts.ngram --replay texts.json      # drafts for recorded texts, by STEP_US
 
 Tokens per second of this process's CPU time, prefill included, on one thread, so other work on the machine does not
-count. Both must give the same tokens, or it fails. A replay needs no model, and counts the same on every machine: an
-agent that writes files again with changes, and the model's own answers.
+count. Both must give the same tokens, or it fails.
+
+A replay gives the same counts on every machine. Its texts are files that an agent writes again with changes, and the
+model's own answers.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class _Grams:
     def __init__(self, size: int, began: int) -> None:
         self.size, self.began = size, began  # tokens of an n-gram; the first end
         self.last: dict[bytes, int] = {}  # the n-grams' last ends
-        self.links = array("i")  # the same n-gram's end before each end from `began` on; 0: none
+        self.links = array("i")  # the same n-gram's end before each end from `began` on; 0 without one
 
     def ends(self, gram: bytes) -> list[int]:
         """Return the newest MAX_LINKS ends of an n-gram, the newest first."""

@@ -3,8 +3,8 @@
     old generation   [out, out, ..., out]            full; dropped as a whole when the new one is full
     new generation   [out, out, ...          room]   its text: -1, output, -1, output, ...
 
-So the oldest outputs leave first, without a search. Each output has an owner, and a look-up finds its owner's outputs
-alone. Requests with other owners cannot find out by their own speed what it was (C5).
+The oldest outputs leave first, without a search. Each output has an owner, and a look-up finds its owner's outputs
+alone. So no request's speed depends on another owner's texts (C5).
 """
 
 from __future__ import annotations
