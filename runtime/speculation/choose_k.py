@@ -12,25 +12,21 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from runtime.base.types import MAX_DRAFT_TOKENS, FinishReason
+from runtime.base.types import MAX_DRAFT_TOKENS, MAX_MATCHED_TOKENS, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
 
-# The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.
-_MAX_CHOSEN_TOKENS = 7
+# The estimate's usual maximum: with the known token these are eight rows, which a few-row product computes at once.
+MAX_CHOSEN_TOKENS = 7
 _MAX_ACCEPTANCE = 0.975  # limit for the estimate
 _LEAST_LIKELY = 0.1  # a draft token accepted less often is not worth its place in a step
 _LIKELY_TOKENS = [  # a row's draft tokens that are likely enough, by its acceptance in 40ths
-    next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
+    next((n for n in range(MAX_MATCHED_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
-_FIRST_ACCEPTANCE = 0.7  # initial estimate: with a lower one, a large batch would never try to draft
-_RESTED_ACCEPTANCE = 0.6  # a request without draft tokens drifts back to at least this
-_WEIGHT, _OVERALL_WEIGHT = (
-    0.05,
-    0.01,
-)  # weight of the newest draft token in a request's estimate, and in the overall one
+_RESTED_ACCEPTANCE = 0.6  # a request without draft tokens drifts back to at least this, or its first estimate
+_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # the newest draft token's weight in a request's estimate and the overall one
 _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
 # Every _DRIFT_EVERY steps it drifts to its first value, so that drafting is tried again. It drifts less above
 # _DRIFT_ROWS rows, where a try costs more.
@@ -46,7 +42,10 @@ class Drafter(Protocol):
     A drafter that has its draft tokens at once needs only `guess` and `forget`; the defaults here do the rest."""
 
     most: int = MAX_DRAFT_TOKENS  # draft tokens of a row
+    most_chosen: int = MAX_CHOSEN_TOKENS  # the same if the number follows from the estimate
     in_runner: bool = False  # the runner makes the draft tokens in the step before
+    # Each kind's first acceptance estimate. With a lower one than this, a large batch would never try to draft.
+    first_acceptance: Sequence[float] = (0.7,)
 
     @property
     def is_ready(self) -> bool:
@@ -60,6 +59,14 @@ class Drafter(Protocol):
     def begin_step(self) -> None:
         """A step is about to be planned."""
         return
+
+    def on_weights(self) -> None:
+        """The next step runs with other weights."""
+        return
+
+    def kind(self, state: RequestState) -> int | None:
+        """Return the kind of the draft tokens that the request would get now; None if it would get none."""
+        return 0
 
     def step_us(self, num_rows: int) -> float:
         """Return the microseconds for one more draft token in each of `num_rows` rows."""
@@ -108,6 +115,7 @@ class StepTimes:
     def __init__(self, step_us: Sequence[tuple[int, float]]) -> None:
         """step_us: (size, microseconds), rising. If it is empty, each token counts as a microsecond."""
         self._points = tuple(step_us) or ((1, 1.0),)
+        self.largest = self._points[-1][0]  # size that was measured
 
     def us(self, size: int) -> float:
         """Return the microseconds that a step of this size takes."""
@@ -158,7 +166,7 @@ class Speculation(Extra):
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
+        self.acceptance = list(drafter.first_acceptance)  # running estimates over all requests, one for each kind
         # Overhead of steps with draft tokens, and without, by the row count's bit length.
         self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
@@ -166,11 +174,17 @@ class Speculation(Extra):
         self._num_begun = 0
         self.round_count = 0  # draft tokens per row in the step that is being planned; 0 if drafting does not pay
         self._best = lru_cache(maxsize=4096)(self._compute_best)
-        self._acceptance: dict[RequestState, float] = {}  # each live request's acceptance, once there is an estimate
+        # Each live request's acceptance by kind, and the kind of its last draft tokens.
+        self._acceptance: dict[RequestState, list[float]] = {}
+        self._drafted: dict[RequestState, int] = {}
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
         self._acceptance.pop(state, None)
+        self._drafted.pop(state, None)
         self.drafter.forget(state)
+
+    def on_weights(self) -> None:
+        self.drafter.on_weights()
 
     def on_idle(self) -> None:
         self.drafter.wait()
@@ -194,7 +208,7 @@ class Speculation(Extra):
     def stats(self) -> dict[str, float]:
         """Return the estimates behind the choice, for a batch of the last step's size."""
         return {
-            "acceptance": self.acceptance,
+            "acceptance": self.acceptance[-1],
             "verify_overhead_us": self._rounded[0],
             "step_overhead_us": self._rounded[1],
             **self.drafter.stats(),
@@ -206,7 +220,7 @@ class Speculation(Extra):
         Returns True to wait for them, or for rows that verify, so that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
         drafter.begin_step()
-        self.choose_k(len(running), self._mean_acceptance(running))
+        self.choose_k(len(running), *self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing is requested or in flight
         if any(state.status is RequestStatus.VERIFYING for state in running):
@@ -219,8 +233,10 @@ class Speculation(Extra):
                 self._was_requested = True
         return drafter.poll()
 
-    def choose_k(self, num_rows: int, acceptance: float) -> None:
-        """Set `round_count` for a step of about `num_rows` rows with this mean acceptance."""
+    def choose_k(self, num_rows: int, acceptance: float, num_drafting: int | None = None) -> None:
+        """Set `round_count` for a step of about `num_rows` rows.
+
+        `num_drafting` rows, by default all, get draft tokens, with this mean acceptance."""
         self._num_begun += 1
         drift = _DRIFT * min(1.0, _DRIFT_ROWS / max(1, num_rows)) if self._num_begun % _DRIFT_EVERY == 0 else 0.0
         if drift or num_rows != self._num_rows:
@@ -236,30 +252,41 @@ class Speculation(Extra):
             self.round_count = min(self._fixed, self.drafter.most)
         else:
             draft_us = self.drafter.step_us(num_rows)
-            best = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
+            num_drafting = num_rows if num_drafting is None else num_drafting
+            best = self._best(num_rows, num_drafting, draft_us, self._rounded, round(acceptance * 40))
             self.round_count = min(best, self.drafter.most)
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
         """Return the first overhead estimates for a step with draft tokens and a plain one."""
         return self._latency_us + num_rows * self._row_us, 0.0
 
-    def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Return the mean acceptance; estimates of requests without draft tokens drift back to the overall one.
+    def _mean_acceptance(self, running: Sequence[RequestState]) -> tuple[float, int]:
+        """Return the mean acceptance of the rows that would get draft tokens, and their number.
 
-        Good drafts have runs of rejected tokens, too. Without the drift such a request would never draft again."""
-        draft_us = self.drafter.step_us(len(running))
-        if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
-            return 1.0  # the count does not depend on it
-        total, usual = 0.0, max(_RESTED_ACCEPTANCE, self.acceptance)
+        Estimates of requests without draft tokens drift back to the overall ones. Good drafts have runs of rejected
+        tokens, too. Without the drift such a request would never draft again."""
+        num_rows, draft_us = len(running), self.drafter.step_us(len(running))
+        if self._fixed is not None or not self._best(num_rows, num_rows, draft_us, self._rounded, 40):
+            return 1.0, num_rows  # the count does not depend on it
+        total, num_drafting = 0.0, 0
         for state in running:
-            known = self._acceptance.get(state)
-            if known is None:
-                known = self._acceptance[state] = self.acceptance
-            elif self._count(state) <= 0:
-                known += _REST_WEIGHT * (usual - known)
-                self._acceptance[state] = known
-            total += known
-        return total / len(running)
+            kind = self.drafter.kind(state)
+            if kind is None:
+                continue
+            known = self._known(state)
+            if self._count(state) <= 0:
+                usual = max(min(_RESTED_ACCEPTANCE, self.drafter.first_acceptance[kind]), self.acceptance[kind])
+                known[kind] += _REST_WEIGHT * (usual - known[kind])
+            total += known[kind]
+            num_drafting += 1
+        return total / max(1, num_drafting), num_drafting
+
+    def _known(self, state: RequestState) -> list[float]:
+        """Return a request's acceptance by kind."""
+        known = self._acceptance.get(state)
+        if known is None:
+            known = self._acceptance[state] = self.acceptance.copy()
+        return known
 
     def defers(self, state: RequestState) -> bool:
         """Return True to leave a request with tokens in flight out of this step, so that the next one can draft."""
@@ -273,6 +300,7 @@ class Speculation(Extra):
             return []
         if not guesses:
             self.record(state, False)
+        self._drafted[state] = self.drafter.kind(state) or 0
         return guesses
 
     def on_verified(self, state: RequestState, num_accepted: int, rejected: bool) -> None:
@@ -283,9 +311,9 @@ class Speculation(Extra):
 
     def record(self, state: RequestState, right: bool) -> None:
         """Count a draft token as right or wrong; a missing one is wrong. Tokens after a wrong one do not count."""
-        known = self._acceptance.get(state, self.acceptance)
-        self._acceptance[state] = known + _WEIGHT * (right - known)
-        self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
+        kind, known = self._drafted.get(state, 0), self._known(state)
+        known[kind] += _WEIGHT * (right - known[kind])
+        self.acceptance[kind] += _OVERALL_WEIGHT * (right - self.acceptance[kind])
 
     def observe_step(self, shape: DecodeShape | None) -> None:
         """Learn from the time of a result. `shape` is None if the step computed prompts."""
@@ -313,19 +341,24 @@ class Speculation(Extra):
         most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
-        known = self._acceptance.setdefault(state, self.acceptance)
-        return min(most, _LIKELY_TOKENS[round(known * 40)])
+        if (kind := self.drafter.kind(state)) is None:
+            return 0
+        return min(most, _LIKELY_TOKENS[round(self._known(state)[kind] * 40)])
 
     def _compute_best(
-        self, num_rows: int, draft_us: float, overhead_us: tuple[float, float], acceptance_40ths: int
+        self, num_rows: int, num_drafting: int, draft_us: float, overhead_us: tuple[float, float], acceptance_40ths: int
     ) -> int:
-        """Return the count that yields the most tokens per second if all rows are alike; 0 if plain steps do."""
+        """Return the count that yields the most tokens per second if all drafting rows are alike; 0 if plain steps
+        do."""
         rate = min(acceptance_40ths / 40, _MAX_ACCEPTANCE)
         round_us, step_us = overhead_us
-        best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
-        for count in range(1, _MAX_CHOSEN_TOKENS + 1):
-            tokens = (1 - rate ** (count + 1)) / (1 - rate)
-            speed = tokens / max(1.0, round_us + count * draft_us + self._times.us(num_rows * (1 + count)))
+        best, most = 0, num_rows / max(1.0, self._times.us(num_rows) + step_us)
+        for count in range(1, self.drafter.most_chosen + 1 if num_drafting else 0):
+            size = num_rows * (1 + count)  # a graph computes as many tokens in each row
+            if count > MAX_CHOSEN_TOKENS and size > self._times.largest:
+                break
+            tokens = num_rows + num_drafting * (rate - rate ** (count + 1)) / (1 - rate)
+            speed = tokens / max(1.0, round_us + count * draft_us + self._times.us(size))
             if speed > most:
                 best, most = count, speed
         return best

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.base.config import EngineConfig
 from runtime.core.request_state import RequestStatus
 from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation, StepTimes
+from runtime.speculation.draft import row_lens
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
@@ -105,3 +107,53 @@ def test_a_draft_is_tried_again_when_texts_change(draft, least):
 def test_batches_learn_the_best_number_of_guesses(num_rows, rate, small, large):
     assert mean(speedups(SMALL, rate, num_rows, num_answers=4)) > small
     assert mean(speedups(LARGE, rate, num_rows, num_answers=4)) > large
+
+
+class Matches(Drafter):
+    """Draft tokens of two kinds; the second kind has long matches."""
+
+    first_acceptance = (0.5, 0.9)
+    most = most_chosen = 15
+
+    def kind(self, state):
+        return state.kind
+
+    def guess(self, state, most):
+        return [0] * most if state.kind is not None else None
+
+    def forget(self, state):
+        pass
+
+
+def test_each_kind_has_its_own_number_of_guesses():
+    """A request copies for some time, then writes on its own, where shorter matches are mostly wrong."""
+    speculation, rng = Speculation(Matches(), None, STEP_US, 150.0), random.Random(0)
+    state = State(max_len=10**9, num_total=1, tokens=[0], num_computed=0, status=RequestStatus.RUNNING)
+    counts: dict[int | None, list[int]] = {None: [], 0: [], 1: []}
+    for step in range(600):
+        state.kind = (1, 0, None)[step // 20 % 3]
+        speculation.begin_step([state])
+        guesses = speculation.drafts(state, 100) if speculation.is_drafting else []
+        counts[state.kind].append(len(guesses))
+        right = next((i for i in range(len(guesses)) if rng.random() > (0.97 if state.kind else 0.1)), len(guesses))
+        if guesses:
+            speculation.on_verified(state, right, right < len(guesses))
+    assert counts[1][-1] == 15
+    assert sum(counts[0][-50:]) <= 50
+    assert not any(counts[None]), "a step without a match overlaps with the next one"
+
+
+def test_long_matches_stay_within_the_measured_sizes():
+    speculation = Speculation(Matches(), None, STEP_US, 150.0)
+    for num_rows in range(1, 65):
+        speculation.choose_k(num_rows, 0.97)
+        assert speculation.round_count <= 7 or num_rows * (1 + speculation.round_count) <= STEP_US[-1][0]
+    speculation.choose_k(64, 0.97, 1)
+    assert speculation.round_count == 0, "one row of 64 does not pay for the others"
+
+
+def test_graphs_fit_the_rows_that_are_chosen():
+    assert row_lens(EngineConfig(draft="ngram"), False) == (2, 3, 4, 5, 6, 7, 8, 16)
+    assert row_lens(EngineConfig(draft="a-model"), False) == (2, 3, 4, 5, 6, 7, 8)
+    assert row_lens(EngineConfig(draft="ngram", num_draft_tokens=2), False) == (2, 3)
+    assert row_lens(EngineConfig(), False) == ()

@@ -183,7 +183,7 @@ class Constant(Drafter):
 
 
 def test_the_count_follows_acceptance_and_cost():
-    cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
+    cheap = Speculation(Constant(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
     counts = []
     for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
         cheap.choose_k(1, acceptance)
@@ -192,13 +192,13 @@ def test_the_count_follows_acceptance_and_cost():
     assert counts[0] == 0
     assert counts[-1] == 7, "and the known token make eight rows"
     state = type("State", (), {"max_len": 100, "num_total": 50})()
-    cheap._acceptance[state] = 0.5
+    cheap._acceptance[state] = [0.5]
     assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
     state.max_len = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
     cheap.choose_k(256, 0.8)
     assert cheap.round_count == 0, "a large batch does not gain"
-    slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
+    slow = Speculation(Constant(), None, ((1, 100.0), (8, 110.0)), 1000.0)
     slow.choose_k(1, 0.8)
     assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
 
@@ -209,11 +209,11 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
             return 730.0
 
     speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
-    speculation.acceptance = 0.8
+    speculation.acceptance = [0.8]
     state = type("State", (), {"max_len": 1000, "num_total": 50})()
 
     def is_guessed_for():
-        speculation.choose_k(1, speculation._mean_acceptance([state]))
+        speculation.choose_k(1, *speculation._mean_acceptance([state]))
         return speculation.round_count > 0
 
     assert is_guessed_for()
@@ -224,12 +224,12 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
 
 def test_a_request_that_rests_alone_is_tried_again():
     """Rounds go on for its batch, because one more row is free here."""
-    speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
+    speculation = Speculation(Constant(), None, ((1, 100.0), (64, 100.0)), 0.0)
     good, bad = (type("State", (), {"max_len": 1000, "num_total": 50})() for _ in range(2))
-    speculation._acceptance.update({good: 0.9, bad: 0.01})
+    speculation._acceptance.update({good: [0.9], bad: [0.01]})
     counts = []
     for _ in range(100):
-        speculation.choose_k(2, speculation._mean_acceptance([good, bad]))
+        speculation.choose_k(2, *speculation._mean_acceptance([good, bad]))
         assert speculation.round_count > 0
         counts.append(speculation._count(bad))
     assert counts[0] == 0
@@ -258,19 +258,19 @@ def test_ngram_looks_up_the_next_tokens():
     ngram = Ngram()
     assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
     ngram.forget(state([0]))
-    assert ngram.guess(state([9, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1], "a repetition runs on into its own guesses"
+    assert ngram.guess(state([9, 1, 2, 1, 2, 1]), 5) == [2, 1, 2, 1, 2], "a repetition runs on into its own guesses"
     ngram.forget(state([0]))
-    assert ngram.guess(state([1, 2, 3]), 4) == []
+    assert ngram.guess(state([1, 2, 3]), 4) is None
     known = state([5, 6, 7, 8, 1, 1])
     ngram.forget(known)
-    assert ngram.guess(known, 2) == []
+    assert ngram.guess(known, 2) is None
     known.tokens.extend([5, 6])
     assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
     ngram.forget(known)
     known = state([1, 2], prediction=(3, 4, 5, 6, 7))
     assert ngram.guess(known, 3) == [3, 4, 5], "an output begins as it is predicted to"
     known.tokens.extend([3, 9])
-    assert ngram.guess(known, 3) == []
+    assert ngram.guess(known, 3) is None
     known.tokens.extend([4, 5])
     assert ngram.guess(known, 2) == [6, 7], "and is found again after it went another way"
 
@@ -278,7 +278,7 @@ def test_ngram_looks_up_the_next_tokens():
 def test_the_true_cost_of_rounds_is_learned():
     """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
     now = [0.0]
-    speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
+    speculation = Speculation(Constant(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
 
     def step(rows, round_us, plain_us):
         speculation.choose_k(rows, 0.8)
