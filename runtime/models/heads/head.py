@@ -36,7 +36,8 @@ class DraftHead(ABC):
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[n, hidden_size] from the batch's tokens and `hidden` [n, hidden_size] of the positions before them.
 
-        Writes the tokens' keys and values into `caches`, one for each layer of the head."""
+        Writes the tokens' keys and values into `caches`, one for each layer of the head. They come from the last
+        layer's input alone. So a pass with `batch.only_stores` ends there, and its result only shows NaNs."""
 
     @abstractmethod
     def recycled(self, x: torch.Tensor) -> torch.Tensor:

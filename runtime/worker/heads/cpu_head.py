@@ -105,9 +105,11 @@ class CpuHead:
             return True
         step = self._input(extend.plan, slots)
         hidden = self._features_before(extend, slots, combined, first, step.last)
+        drafts = plan.next_drafts > 0 and len(work.slots) > 0
+        step.batch.only_stores = not drafts
         x = head.forward(step.batch, hidden, self.layers)
         finite = _is_finite(x)
-        if plan.next_drafts and len(work.slots):
+        if drafts:
             found = accepted_samples(plan, draft_token_ids, work.token_ids.cpu().numpy())
             own = np.searchsorted(extend.rows, found.rows)  # a sample has a position, so its row is here
             index = step.last[own] - (extend.plan.ends[own] - 1 - found.positions)
