@@ -68,9 +68,7 @@ class HeadDriver:
         x = self.decoder.forward(batch, caches)
         return self.decoder.normed(x).clone(), self.decoder.logits(x).clone()
 
-    def extend(
-        self, token_ids: list[int], start: int, hidden: torch.Tensor, only_stores: bool = False
-    ) -> torch.Tensor:
+    def extend(self, token_ids: list[int], start: int, hidden: torch.Tensor, only_stores: bool = False) -> torch.Tensor:
         """The head's result for tokens, from the hidden states before each."""
         caches, batch = self.cache.layers[self.spec.num_layers :], self.batch(token_ids, start)
         batch.only_stores = only_stores
