@@ -58,12 +58,11 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
             now[0] += (round_us if most else plain_us) * rng.gauss(1.0, 0.02) / 1e6
             for i, (state, count) in enumerate(zip(states, counts, strict=True)):
                 lengths[i] += 1
-                for _ in range(count):
-                    is_right = rng.random() < share
-                    speculation.record(state, is_right)
-                    if not is_right:
-                        break
-                    lengths[i] += 1
+                chances = share if isinstance(share, tuple) else (share,) * count
+                right = next((j for j in range(count) if rng.random() >= chances[j]), count)
+                lengths[i] += right
+                if count:
+                    speculation.on_verified(state, right, right < count)
             speculation.observe_step(DecodeShape(num_rows, num_tokens, most))
         found.append(sum(lengths) / (now[0] - began) * plain_us / 1e6 / num_rows)
     return found[1:]
