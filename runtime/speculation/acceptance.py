@@ -16,8 +16,8 @@ from runtime.core.request_state import RequestState
 _FIRST_RATE = 0.7  # initial estimate: with a lower one, a large batch would never try to draft
 _MOST = 0.975  # limit for a chance
 _LEAST_LIKELY = 0.1  # a draft token accepted less often is not worth its place in a step
-_WEIGHT, _LEAST_WEIGHT = 0.03, 0.01  # weight of a request's newest draft token in its offset; the least in a rate
-_DOUBT = 4  # draft tokens that an old rate counts as, once it is doubted
+_WEIGHT, _LEAST_WEIGHT = 0.02, 0.005  # weight of a request's newest draft token in its offset; the least in a rate
+_DOUBT = 8  # draft tokens that an old rate counts as, once it is doubted
 _REST_WEIGHT = 0.01  # share of an offset that a request without draft tokens loses a step
 
 

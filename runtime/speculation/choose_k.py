@@ -245,7 +245,7 @@ class Speculation(Extra):
                 self.acceptance.rest(state)
         chances = self.acceptance.chances(self.acceptance.mean_offset(running))
         best = self._best = best_count(times, chances)
-        if best >= self._tried:
+        if best + 1 != self._tried:
             self._steps_left = 0
         if not self._steps_left and best + 1 < len(times) and self._try_us >= times[best + 1] - times[best]:
             hoped = [*chances[:best], *[1.0] * (len(times) - best)]
