@@ -28,6 +28,7 @@ class Acceptance:
         self.rates = [_FIRST_RATE] * MAX_DRAFT_TOKENS
         self._num_seen = [0] * MAX_DRAFT_TOKENS  # draft tokens behind each rate
         self._offsets: dict[RequestState, float] = {}
+        self._rounded = _in_40ths(self.rates)
         self._likely = lru_cache(maxsize=1024)(_num_likely)
 
     def record(self, state: RequestState, position: int, right: bool) -> None:
@@ -56,20 +57,24 @@ class Acceptance:
         return sum([known.get(state, 0.0) for state in running]) / max(1, len(running))
 
     def chances(self, offset: float = 0.0) -> list[float]:
-        """Return the chance of each draft token, if those before it are accepted."""
+        """Return the chance of each draft token, if those before it are accepted. Called once a step."""
+        self._rounded = _in_40ths(self.rates)
         return [min(max(rate + offset, 0.0), _MOST) for rate in self.rates]
 
     def num_likely(self, state: RequestState) -> int:
         """Return how many draft tokens of a request are likely enough to be verified."""
-        offset = self._offsets.get(state, 0.0)
-        return self._likely(tuple([round(40 * (rate + offset)) for rate in self.rates]))
+        return self._likely(self._rounded, round(40 * self._offsets.get(state, 0.0)))
 
 
-def _num_likely(chances: tuple[int, ...]) -> int:
-    """The same by the chances in 40ths."""
+def _in_40ths(rates: Sequence[float]) -> tuple[int, ...]:
+    return tuple([round(40 * rate) for rate in rates])
+
+
+def _num_likely(rates: tuple[int, ...], offset: int) -> int:
+    """The same for rates and an offset in 40ths."""
     all_right = 1.0
-    for number, chance in enumerate(chances):
-        all_right *= min(max(chance / 40, 0.0), 1.0)
+    for number, rate in enumerate(rates):
+        all_right *= min(max((rate + offset) / 40, 0.0), 1.0)
         if all_right < _LEAST_LIKELY:
             return number
-    return len(chances)
+    return len(rates)

@@ -28,7 +28,7 @@ _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
 _MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
 _TRY_SHARE = 0.01  # share of decoding time that tries of one more draft token may cost
-_TRY_STEPS = 8  # most steps of a try
+_TRY_STEPS, _TRY_ROWS = 4, 8  # most steps of a try, and more rows that it takes in small batches
 
 
 class Drafter(Protocol):
@@ -240,9 +240,6 @@ class Speculation(Extra):
         if best_count(times, [1.0] * len(times)) == 0:
             self.round_count = self._best = 0
             return  # no acceptance pays for the rounds
-        for state in running:
-            if self._count(state) <= 0:
-                self.acceptance.rest(state)
         chances = self.acceptance.chances(self.acceptance.mean_offset(running))
         best = self._best = best_count(times, chances)
         if best + 1 != self._tried:
@@ -250,12 +247,15 @@ class Speculation(Extra):
         if not self._steps_left and best + 1 < len(times) and self._try_us >= times[best + 1] - times[best]:
             hoped = [*chances[:best], *[1.0] * (len(times) - best)]
             if best_count(times, hoped) > best:
-                self._tried, self._steps_left = best + 1, _TRY_STEPS
+                self._tried, self._steps_left = best + 1, _TRY_STEPS + _TRY_ROWS // len(running)
                 self.acceptance.doubt(best)
         self.round_count = best
         if self._steps_left:
             self._steps_left -= 1
             self.round_count = self._tried
+        for state in running:
+            if self._count(state) <= 0:
+                self.acceptance.rest(state)
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
         """Return the first overhead estimates for a step with draft tokens and a plain one."""
