@@ -50,8 +50,8 @@ class LayerStack:
     ) -> torch.Tensor:
         """Change [num_tokens, hidden] in place to what leaves the last layer, and return it.
 
-        Writes keys, values and states of the tokens into the caches. With `batch.only_stores` the last layer returns
-        what it stored from."""
+        Writes keys, values and states of the tokens into the caches. With `batch.only_stores` the result is
+        the last layer's projections."""
         eps = self.spec.norm_eps
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         step = ForwardStep(batch, self._ropes(batch), query_scales, layer_inputs)

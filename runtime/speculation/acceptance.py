@@ -3,7 +3,7 @@
     chance of a request's draft token i, if those before it are accepted  =  rates[i] + the request's offset
 
 Rates are shared by all requests: a head is often right at its first token and seldom at its third. An offset moves
-all rates of one request, whose text may be easier or harder than others."""
+all rates of one request: its text may be easier or harder than others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Acceptance:
         self._likely = lru_cache(maxsize=1024)(_num_likely)
 
     def record(self, state: RequestState, position: int, right: bool) -> None:
-        """Count a draft token, whose predecessors were right. A missing one is wrong."""
+        """Count a draft token after right ones. A missing one is wrong."""
         rate, offset = self.rates[position], self._offsets.get(state, 0.0)
         self._offsets[state] = offset + _WEIGHT * (right - min(max(rate + offset, 0.0), 1.0))
         self._num_seen[position] = seen = self._num_seen[position] + 1
@@ -43,7 +43,7 @@ class Acceptance:
         self._num_seen[position] = 0
 
     def rest(self, state: RequestState) -> None:
-        """A request has no draft tokens in a step. Good drafts have runs of rejected tokens, too: its offset fades."""
+        """A request drafts nothing in a step. Good drafts have runs of rejected tokens, too: its offset fades."""
         if offset := self._offsets.get(state, 0.0):
             self._offsets[state] = offset * (1 - _REST_WEIGHT)
 

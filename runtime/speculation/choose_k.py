@@ -27,7 +27,7 @@ _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
 _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
 _MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
-_TRY_SHARE = 0.01  # share of decoding time that tries of one more draft token may cost
+_TRY_SHARE = 0.01  # share of decoding time for tries with one more draft token
 _TRY_STEPS, _TRY_ROWS = 4, 8  # most steps of a try, and more rows that it takes in small batches
 
 
@@ -304,7 +304,7 @@ class Speculation(Extra):
             self._num_rows = 0  # `choose_k` rounds the estimates again
 
     def _pay_for_tries(self, took_us: float, num_rows: int, count: int) -> None:
-        """Count a step's time for `_TRY_SHARE`, and what it took more than one with the best number."""
+        """Earn `_TRY_SHARE` of a step's time, and pay its extra time over a step with the best number."""
         times = self._times_of(num_rows, self.drafter.step_us(num_rows), self._rounded)
         if self._best + 1 < len(times):
             most = max(0.0, times[self._best + 1] - times[self._best])
@@ -322,7 +322,7 @@ class Speculation(Extra):
         return min(most, self.acceptance.num_likely(state))
 
     def _round_times(self, num_rows: int, draft_us: float, overhead_us: tuple[float, float]) -> tuple[float, ...]:
-        """Return the microseconds of a plain step, then of rounds with 1, 2 ... draft tokens in each row."""
+        """Return the microseconds for a plain step, then for rounds with 1, 2 ... draft tokens in each row."""
         round_us, step_us = overhead_us
         counts = range(1, _MAX_CHOSEN_TOKENS + 1)
         rounds = [round_us + count * draft_us + self._times.us(num_rows * (1 + count)) for count in counts]
