@@ -184,7 +184,7 @@ class Constant(Drafter):
 
 
 def choosing(drafter, rate, step_us, latency_us):
-    """A policy without a clock, whose rates are all the same."""
+    """A policy without a clock. All its rates are the same."""
     speculation = Speculation(drafter, None, step_us, latency_us)
     speculation.acceptance.rates = [rate] * 8
     return speculation
