@@ -11,6 +11,7 @@ from runtime.assembly.engine import build_engine
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.core.plan import DEVICE_DRAFT, StepPlan, Transfers
+from runtime.models.mixers.attention import AttentionMixer
 from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.head_drafter import HeadDrafter
@@ -146,6 +147,26 @@ def test_drafts_come_back_after_many_steps_without():
     again = Rounds(runner())
     again.prefill(0, tokens[:-1], params=HOT, seed=1, prompt_len=5, drafts=3)
     assert again.drafts(0, 3) == drafts
+
+
+def test_steps_without_drafts_only_store():
+    """Without attention and feed-forward layers, they leave the same entries to the bit."""
+    rounds = [Rounds(runner()), Rounds(headed_runner(block_size=16, deterministic=True, kernel_backend="torch"))]
+    for drafts, each in zip((0, 3), rounds, strict=True):
+        compute, seen = AttentionMixer.mix, []
+        layers = each.runner.steps.cache.layers
+
+        def mix(mixer, h, norm, step, cache, seen=seen, own=layers[-1], compute=compute):
+            seen.append(cache is own)
+            return compute(mixer, h, norm, step, cache)
+
+        with mock.patch.object(AttentionMixer, "mix", mix):
+            each.prefill(0, prompt(21), cuts=(9,), params=HOT, seed=1, drafts=drafts)
+            for _ in range(4):
+                each.verify(0, given=0, drafts=drafts)
+        assert any(seen) == (drafts > 0)
+    assert rounds[0].known == rounds[1].known
+    assert torch.equal(rounds[0].entries(0), rounds[1].entries(0))
 
 
 def test_rounds_end_at_the_context():

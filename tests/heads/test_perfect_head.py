@@ -76,6 +76,24 @@ def test_drafts_after_a_prefix_hit_are_accepted(reads, params):
     assert all(map(all, rounds.accepted)), rounds.accepted
 
 
+@pytest.mark.parametrize(("reads", "params"), CASES, ids=NAMES)
+def test_drafts_after_200_steps_without_are_accepted(reads, params):
+    model, params = runner(reads, max_model_len=256), replace(params, max_tokens=240, stop_token_ids=())
+    model.reset()
+    speculation = Speculation(HeadDrafter(model.info.head), 0, ((1, 1.0),), 0.0)
+    core = build_engine(model.config, model.info, InProcess(model), speculation)
+    core.add(Request("0", prompt(9), 9, params, seed=1))
+    for _ in range(200):
+        core.step()
+    assert core.scheduler.stats.drafts == 0
+    speculation._fixed = 3
+    while core.has_work:
+        core.step()
+    stats = core.scheduler.stats
+    assert stats.drafts >= 8
+    assert stats.accepted_draft_tokens == stats.draft_tokens
+
+
 @pytest.mark.parametrize(("reads", "params"), ALL_CASES, ids=ALL_NAMES)
 @pytest.mark.parametrize(("num_requests", "config"), [(1, {}), (12, {}), (12, TIGHT)], ids=["alone", "burst", "tight"])
 def test_an_engine_accepts_all(reads, params, num_requests, config):

@@ -178,6 +178,13 @@ def test_pinned_acceptance_is_refused_with_deterministic():
         headed_runner("torch", deterministic=True, pinned_acceptance=2.0)
 
 
+def test_pinned_acceptance_needs_a_head_and_is_reported(caplog):
+    with pytest.raises(CallboardError, match="pinned_acceptance needs a draft head"):
+        headed_runner("torch", draft=None, pinned_acceptance=2.0)
+    headed_runner("torch", pinned_acceptance=2.0)
+    assert "tokens are not the model's" in caplog.text
+
+
 def test_a_prefix_hit_continues_with_its_feature(runners):
     def script(rounds: Rounds) -> None:
         first = prompt(40)

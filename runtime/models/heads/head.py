@@ -38,8 +38,9 @@ class DraftHead(ABC):
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
         """[n, its decoder's hidden size] from the batch's tokens and `hidden` [n, hidden_size] of the positions before.
 
-        Writes the tokens' keys and values into `caches`, one for each layer of the head. A head without a cache gets
-        the positions of the last visible keys."""
+        Writes the tokens' keys and values into `caches`, one for each layer of the head. They come from the last
+        layer's input alone. So a pass with `batch.only_stores` ends there, and its result only shows NaNs. A head
+        without a cache gets the positions of the last visible keys."""
 
     @abstractmethod
     def recycled(self, x: torch.Tensor) -> torch.Tensor:

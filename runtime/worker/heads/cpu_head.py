@@ -117,6 +117,7 @@ class CpuHead:
             return True
         step = self._input(extend.plan, slots)
         hidden = self._features_before(extend, slots, combined, first, step.last)
+        step.batch.only_stores = found is None
         x = head.forward(step.batch, hidden, self.layers)
         finite = _is_finite(x)
         if found is not None:

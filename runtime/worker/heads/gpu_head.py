@@ -150,7 +150,9 @@ class GpuHead:
         if self.has_cache:
             table = self.tables, self.factor, self.cache.block_size
             keep_block_ends(x, slots, starts, own_counts, *table, self.features.values)
-            x = self.head.forward(kernels.decode_batch(slots, starts, shape.row_len, own_counts), x, self.layers)
+            batch = kernels.decode_batch(slots, starts, shape.row_len, own_counts)
+            batch.only_stores = not drafts
+            x = self.head.forward(batch, x, self.layers)
         if drafts:
             firsts = kernels.firsts(n, shape.row_len)
             rows = slots, starts, own_counts, sample_slots, firsts
@@ -202,6 +204,7 @@ class GpuHead:
             shape = MixedShape.of(own)
             hidden = self._features_before(extend, combined, offsets[extend.rows])
             batch = self.kernels.mixed_batch(shape, upload(shape.pack(own, null_slot)))
+            batch.only_stores = not drafts
             x = self.head.forward(batch, hidden, self.layers)
         if not drafts:
             return 1
