@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.int_product import int_product
-from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch, row_span
+from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, interleave, pack_torch
 from runtime.kernels.cpu.linear.lookup import lookup
 from runtime.kernels.cpu.linear.pack import pack
-from runtime.kernels.cpu.linear.weight_form import WeightForm
+from runtime.kernels.cpu.linear.weight_form import WeightForm, row_span
 from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import call, targets
 
@@ -70,7 +70,8 @@ def draw_rows(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
 
 def multiply(x, weight, target, limbs, parts, bias=None, out=None, is_one_row=False):
     """The product by the kernel, [rows, padded N]."""
-    rows, blocks = quantize_rows_torch(x, 16 if limbs == 2 else 8, row_span(weight.form)), len(weight.values)
+    span, blocks = row_span(8 * limbs, weight.form), len(weight.values)
+    rows = quantize_rows_torch(x, 8 * limbs, span)
     result = torch.zeros(len(x), blocks * 16) if out is None else out
     shared = weight.scales, weight.minimums, weight.super_scales, weight.super_minimums
     sizes = len(x), blocks, x.shape[1] // 32, blocks * 16
@@ -123,7 +124,7 @@ def test_bias_and_residual_are_added_in_this_order():
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
 def test_only_the_row_with_a_wrong_number_is_not_finite(name, wrong):
-    span = row_span(FORMS[name])
+    span = row_span(16, FORMS[name])
     weight, x = draw_weight(FORMS[name], 32, 2 * span, 5), draw_rows(3, 2 * span, 6)
     clean = multiply(x, weight, targets()[0], 2, 1)
     x[1, span + 8] = wrong

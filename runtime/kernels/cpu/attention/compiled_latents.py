@@ -16,11 +16,10 @@ from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention, 
 from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
 from runtime.kernels.cpu.experts.expert_product import expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
-from runtime.kernels.cpu.linear.int_product_torch import row_span
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.pack import packed_blocks
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, row_span
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 
@@ -128,7 +127,7 @@ class CompiledLatents:
                 whole = launcher.buffer("latent heads", num_tokens, num_heads, size_in)
                 self._copy(x, 0, size_in, whole, 0)
                 x = whole
-            precision = self._num_limbs, row_span(weight.form)
+            precision = self._num_limbs, row_span(8 * self._num_limbs, weight.form)
             rows = quantized_rows(launcher, x.view(num_tokens * num_heads, -1), size_in, precision)
             function = kernel(expert_int_product, form=weight.form, limbs=self._num_limbs, **constants)
             arguments = (head_map.addresses, starts, out_rows, out_rows, *rows, out)

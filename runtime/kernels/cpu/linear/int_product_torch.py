@@ -1,8 +1,8 @@
 """The torch twin of a CPU's integer products (int_product.py): equal bits, by the same operations in one order.
 
-Rows of x are quantized in spans: 32 columns, or 256 for weights with super scales. An element is an int16, as a high
-and a low int8 limb, or an int8. Integer sums are exact. All other operations are float32, each rounded once. So a row's
-bits do not depend on the other rows."""
+Rows of x are quantized in spans: 32 columns, or 256 in int16 for weights with super scales. An element is an int16,
+as a high and a low int8 limb, or an int8. Integer sums are exact. All other operations are float32, each rounded once.
+So a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     scales_of,
     values_of,
 )
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, WeightForm
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, row_span
 
 LARGEST = {16: 32512.0, 8: 127.0}  # key: bits; 32512 = 256 * 127 leaves room for the low limb's carry
 SMALLEST_MAGNITUDE = 2.0**-100  # bounds a chunk's largest element, which divides
@@ -54,18 +54,13 @@ def quantize_rows_torch(x: torch.Tensor, bits: int = 16, span: int = COLUMNS) ->
     return QuantizedRows(stacked, largest / LARGEST[bits], sums)
 
 
-def row_span(*forms: WeightForm) -> int:
-    """The columns of rows that share a scale, for weights with these forms."""
-    return max(form.super_size or COLUMNS for form in forms)
-
-
 def int_product_torch(x: torch.Tensor, weight: InterleavedWeight, activation_bits: int = 16) -> torch.Tensor:
     """x [rows, K] times a weight [N, K], transposed: float32 [rows, N].
 
     Each group's chunk products are added first, then multiplied with the group's scale."""
-    form, rows = weight.form, quantize_rows_torch(x.float(), activation_bits, row_span(weight.form))
+    form, rows = weight.form, quantize_rows_torch(x.float(), activation_bits, row_span(activation_bits, weight.form))
     if form.super_size:
-        return _super_product(rows, weight)
+        return _super_product(rows, weight, row_span(activation_bits, form))
     scales, minimums = scales_of(weight)
     group = form.group_size or weight.shape[1]
     width = min(group, COLUMNS)  # columns per integer sum
@@ -86,26 +81,25 @@ def int_product_torch(x: torch.Tensor, weight: InterleavedWeight, activation_bit
     return total[:, : weight.shape[0]]
 
 
-def _super_product(rows: QuantizedRows, weight: InterleavedWeight) -> torch.Tensor:
-    """The product with a weight that has super scales: a super group's integer scales multiply integer sums."""
-    form, total = weight.form, torch.zeros(rows.scales.shape[1], len(weight.values) * ROWS)
+def _super_product(rows: QuantizedRows, weight: InterleavedWeight, span: int) -> torch.Tensor:
+    """The product with a weight that has super scales: its integer scales multiply the integer sums of a span."""
+    form, totals = weight.form, torch.zeros(rows.scales.shape[1], len(weight.values) * ROWS)
     limbs = rows.limbs.permute(2, 1, 0, 3).flatten(2).double()  # [limbs, rows, K]
-    values = values_of(weight).double() - form.offset
     by_row = [t.double().transpose(1, 2).flatten(0, 1) for t in weight.tensors[1:] if t is not None]
-    scales, *minimums = by_row[: 1 + form.has_minimum]
-    factors = by_row[1 + form.has_minimum :]
-    values *= scales.repeat_interleave(form.group_size, 1)
+    scales, *minimums = (t.repeat_interleave(form.group_size, 1) for t in by_row[: 1 + form.has_minimum])
+    values, factors = (values_of(weight).double() - form.offset) * scales, by_row[1 + form.has_minimum :]
     for s in range(weight.shape[1] // form.super_size):
-        own = slice(s * form.super_size, (s + 1) * form.super_size)
-        first, *more = (limbs[:, :, own] @ values[:, own].T).float()  # exact integers
-        scale = rows.scales[own.start // COLUMNS, :, None]
-        total = total + factors[0][:, s].float() * (scale * (first * 256.0 + more[0] if more else first))
-        for each in minimums:
-            groups = slice(own.start // form.group_size, own.stop // form.group_size)
-            sums = rows.numbers.flatten(1)[:, own].double().unflatten(1, (-1, form.group_size)).sum(2)
-            below = (sums @ each[:, groups].T).float()
-            total = total - factors[1][:, s].float() * (scale * below)
-    return total[:, : weight.shape[0]]
+        kinds = [torch.zeros_like(totals) for _ in factors]
+        for begin in range(s * form.super_size, (s + 1) * form.super_size, span):
+            own, scale = slice(begin, begin + span), rows.scales[begin // COLUMNS, :, None]
+            first, *more = (limbs[:, :, own] @ values[:, own].T).float()  # exact integers
+            kinds[0] += scale * (first * 256.0 + more[0] if more else first)
+            for each in minimums:
+                kinds[1] += scale * (rows.numbers.flatten(1)[:, own].double() @ each[:, own].T).float()
+        totals = totals + factors[0][:, s].float() * kinds[0]
+        for factor, below in zip(factors[1:], kinds[1:], strict=True):
+            totals = totals - factor[:, s].float() * below
+    return totals[:, : weight.shape[0]]
 
 
 def lookup_torch(weight: InterleavedWeight, ids: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.compiled_linear import Around, CompiledLinear
 from runtime.kernels.cpu.linear.int_product import int_product
-from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows, row_span
+from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, row_span
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 
@@ -27,7 +27,7 @@ class InterleavedLinear(CompiledLinear):
     ) -> None:
         super().__init__(around)
         self.parts, self.num_limbs = tuple(parts), num_limbs
-        self.span = row_span(*(part.form for part in parts))  # columns of rows that share a scale
+        self.span = row_span(8 * num_limbs, *(part.form for part in parts))  # columns of rows that share a scale
         self.size_in, self.size_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
         # Kernels write whole blocks of 16 outputs, so parts between others must consist of such blocks.
         self.is_whole = all(part.shape[0] % ROWS == 0 for part in parts)

@@ -1,15 +1,16 @@
 """Products of weights with super scales, as K types have: integer scales multiply integer sums.
 
-Rows have one scale for a super group. A super group's result is its float16 factors times exact integers, so few
-operations are of floats. They follow the column order, and a row meets the same ones whatever the other rows are.
+Rows in int16 have one scale for a super group, whose result is its float16 factors times exact integers. So few
+operations are of floats. Rows in int8 have a scale for each chunk, because int8 loses ten times as much otherwise.
+Operations follow the column order, and a row meets the same ones whatever the other rows are.
 
-Many rows meet a weight in panels: a super group of a block lies unpacked in the L1 cache while a panel's rows pass."""
+Many rows meet a weight in panels: a block's super group lies unpacked in the L1 cache while a panel's rows pass."""
 
 from __future__ import annotations
 
 from runtime.kernels.cpu.linear.dot import Dot, pair_dot, paired, stored_factors
 from runtime.kernels.cpu.linear.product_memory import QUADS, Block, Results, RowTile, Scales, StoredRows, StoredWeight
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS, WeightForm
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS, WeightForm, row_span
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
     Pointer,
@@ -92,28 +93,53 @@ def _results(
     weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, totals: list[list[Value]]
 ) -> list[list[Value]]:
     """Totals of each row and half, f32 [lanes], after a super group."""
-    form, halves = weight.form, range(len(totals[0]))
-    sums, belows = _integers(weight, rows, first_chunk, len(halves))
+    halves, chunks = len(totals[0]), weight.form.super_size // COLUMNS
+    per = row_span(8 * rows.limbs, weight.form) // COLUMNS  # chunks that share a scale in x
+    kinds = [
+        [[variable(zeros(f32(weight.lanes))) for _ in range(halves)] for _ in range(rows.tile)]
+        for _ in range(1 + weight.form.has_minimum)
+    ]
+    for begin in loop(0, chunks, per):
+        for sums, more in zip(kinds, _span(weight, rows, first_chunk, (begin, begin + per), halves), strict=True):
+            for m in range(rows.tile):
+                scale = rows.scale(m, first_chunk + begin)
+                for half in range(halves):
+                    sums[m][half] += scale * more[m][half]
     results = [list(each) for each in totals]
-    for half in halves:
+    for half in range(halves):
         factor, *minimum_factor = weight.factors(half)
         for m in range(rows.tile):
-            scale = rows.scale(m, first_chunk)
-            own, below = ([each.now for each in of[m][half]] for of in (sums, belows))
-            if form.offset:
-                own = [a - b * form.offset for a, b in zip(own, below, strict=True)]
-            high, *low = (each.to(f32) for each in own)
-            results[m][half] = results[m][half] + factor * (scale * (high * 256.0 + low[0] if low else high))
+            results[m][half] = results[m][half] + factor * kinds[0][m][half]
             for smallest in minimum_factor:
-                whole = (below[0] << 8) + below[1] if len(below) == 2 else below[0]
-                results[m][half] = results[m][half] - smallest * (scale * whole.to(f32))
+                results[m][half] = results[m][half] - smallest * kinds[1][m][half]
     return results
+
+
+def _span(
+    weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, chunks: tuple[Value, Value], halves: int
+) -> list[list[list[Value]]]:
+    """A span's sums as floats, f32 [lanes] of each row and half: for scales, and perhaps for minimums."""
+    offset = weight.form.offset
+
+    def scaled(own: list[Variable], below: list[Variable]) -> Value:
+        numbers = [a - b * offset if offset else a.now for a, b in zip(own, below, strict=True)]
+        high, *low = (each.to(f32) for each in numbers)
+        return high * 256.0 + low[0] if low else high
+
+    def whole(below: list[Variable]) -> Value:
+        return ((below[0] << 8) + below[1] if len(below) == 2 else below[0].now).to(f32)
+
+    sums, belows = _integers(weight, rows, first_chunk, chunks, halves)
+    kinds = [[[scaled(*pair) for pair in zip(*row, strict=True)] for row in zip(sums, belows, strict=True)]]
+    return [*kinds, [[whole(below) for below in row] for row in belows]] if weight.form.has_minimum else kinds
 
 
 _Sums = list[list[list[Variable]]]  # i32 [lanes] of each row, half and limb
 
 
-def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, halves: int) -> tuple[_Sums, _Sums]:
+def _integers(
+    weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, chunks: tuple[Value, Value], halves: int
+) -> tuple[_Sums, _Sums]:
     """Two sums: values times scales; activations times minimums, or times scales without minimums."""
     form, target, lanes = weight.form, weight.target, weight.lanes
     sums, belows = (
@@ -121,7 +147,7 @@ def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, ha
         for _ in range(2)
     )
     groups = COLUMNS // form.group_size
-    for index in loop(0, form.super_size // COLUMNS):
+    for index in loop(*chunks):
         quads = [weight.quads(index, half) for half in range(halves)]
         for group in range(groups):
             dots = [
@@ -138,7 +164,7 @@ def _integers(weight: _Packed | _Unpacked, rows: RowTile, first_chunk: Value, ha
                 for m in range(rows.tile):
                     for total, more in zip(sums[m][half], dots[m][half].scaled_totals(scale), strict=True):
                         total += more
-    for index in loop(0, form.super_size // COLUMNS):
+    for index in loop(*chunks):
         factors = [weight.pairs(index, half).bitcast(i16(2 * lanes)) for half in range(halves)]
         for m in range(rows.tile):
             for limb in range(rows.limbs):
