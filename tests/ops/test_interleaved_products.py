@@ -105,7 +105,7 @@ def test_rows_are_rounded_to_the_nearest_integer(bits, largest):
     errors = (rows.numbers * rows.scales.t()[..., None] - chunks).abs().amax(2)
     assert bool((errors <= chunks.abs().amax(2) / largest * 0.501 + 1e-38).all())
     weights = torch.tensor([256, 1] if bits == 16 else [1])[:, None]
-    sums = (rows.sums * weights).sum(2).transpose(0, 1)  # of half chunks
+    sums = (rows.sums * weights).sum(2).transpose(0, 1)  # half chunks
     assert torch.equal(sums, rows.numbers.unflatten(2, (2, 16)).sum(3))
 
 

@@ -1,6 +1,6 @@
 """Products of weights with super scales, as K types have: integer scales multiply integer sums.
 
-Rows in int16 have one scale for a super group, whose result is its float16 factors times exact integers. So few
+Rows in int16 have one scale for a super group. Its result is its float16 factors times exact integers, so few
 operations are of floats. Rows in int8 have a scale for each chunk, because int8 loses ten times as much otherwise.
 Operations follow the column order, and a row meets the same ones whatever the other rows are.
 

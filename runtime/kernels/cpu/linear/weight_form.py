@@ -44,5 +44,5 @@ class WeightForm(NamedTuple):
 
 
 def row_span(bits: int, *forms: WeightForm) -> int:
-    """The columns that share a scale in rows with so many bits, for weights with these forms."""
+    """The columns that share a scale in rows of this precision, for weights with these forms."""
     return max(form.super_size or COLUMNS for form in forms) if bits == 16 else COLUMNS
