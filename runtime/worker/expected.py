@@ -11,6 +11,7 @@ from runtime.base.shard import Shard
 from runtime.loading.folder import with_known_draft
 from runtime.loading.resolve import resolve
 from runtime.quant.at_load import quantized_at_load
+from runtime.quant.head_at_load import quantized_head
 from runtime.quant.model_formats import format_names
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import choose_numerics
@@ -37,9 +38,10 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     first, head = Shard(0, size), source.head(config.draft)
     layers = () if head is None else head.spec.layers
     spec = replace(quantized_at_load(source.spec, own, "cpu"), draft_layers=layers).of_rank(first)
+    rank_head = None if head is None else quantized_head(head.spec, spec, own, numerics).for_rank(first)
     available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
     images = image_info(source, config.sized_for("cuda" if gpu else "cpu"))
-    tower, rank_head = None if images is None else source.tower, None if head is None else head.spec.for_rank(first)
+    tower = None if images is None else source.tower
     plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, tower, rank_head)
     num_bytes = plan.total * size + _PROCESSES_BYTES
     if config.has_draft_model:
