@@ -17,6 +17,7 @@ from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
+from runtime.loading.known_draft import with_known_draft
 from runtime.loading.resolve import resolve, resolve_adapter
 from runtime.media.families import image_rule
 from runtime.models import load_spec
@@ -81,6 +82,7 @@ def check_model(config: EngineConfig) -> None:
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config)
+    with_known_draft(config)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(resolve_adapter(adapter)).check_rank(config.max_lora_rank)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.models.families.defaults import with_defaults
 
 INDEX_NAME = "model.safetensors.index.json"
 # Files from exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-_HEADS = re.compile("eagle|dflash|dspark|medusa", re.IGNORECASE)
-_HEAD_FIELDS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
-_MOST_HEAD_LAYERS = 4  # an EAGLE-1 head has the config.json of a small Llama
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,41 +102,3 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
         if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
             return tuple(ids)
     return ()
-
-
-def with_known_draft(config: EngineConfig) -> EngineConfig:
-    """Return the settings with HEAD before a draft that is a head's folder. Then no draft model is started."""
-    if not config.has_draft_model or not is_head_folder(Path(config.draft or "")):
-        return config
-    return replace(config, draft=f"{HEAD}{config.draft}")
-
-
-def is_head_folder(path: Path) -> bool:
-    """Return True if a folder's config.json describes a draft head, not a model.
-
-    EAGLE-1 heads have a Llama's config; their file has the tensor fc.weight."""
-    if not (path / "config.json").is_file():
-        return False
-    config = read_json(path / "config.json")
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    if any(config.get(field) is not None for field in _HEAD_FIELDS) or _HEADS.search(name):
-        return True
-    layers = config.get("num_hidden_layers")
-    is_small = isinstance(layers, int) and layers <= _MOST_HEAD_LAYERS
-    return (
-        name == "LlamaForCausalLM" and is_small and not _tensor_names(path).isdisjoint({"fc.weight", "model.fc.weight"})
-    )
-
-
-def _tensor_names(folder: Path) -> set[str]:
-    """The tensors in a folder's safetensors files; empty if their headers cannot be read, which loading reports."""
-    names = set[str]()
-    try:
-        for path in weight_files(folder):
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                names |= json.loads(file.read(min(size, path.stat().st_size))).keys()
-    except (CallboardError, OSError, ValueError, AttributeError):
-        return set()
-    return names

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
-from runtime.loading.folder import with_known_draft
+from runtime.loading.known_draft import with_known_draft
 from runtime.loading.resolve import resolve
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.head_at_load import quantized_head
@@ -35,7 +35,7 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     own = replace(config, device="cpu", kernel_backend="auto") if gpu else config
     source = CheckpointSource(resolve(config.model, config.revision))
     numerics, size = choose_numerics(own), config.tensor_parallel_size
-    first, head = Shard(0, size), source.head(config.draft)
+    first, head = Shard(0, size), source.head(config.draft, config.head_layers)
     layers = () if head is None else head.spec.layers
     spec = replace(quantized_at_load(source.spec, own, "cpu"), draft_layers=layers).of_rank(first)
     rank_head = None if head is None else quantized_head(head.spec, spec, own, numerics).for_rank(first)

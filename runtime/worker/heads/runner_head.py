@@ -10,7 +10,7 @@ from runtime.base.model.decoder_spec import DecoderSpec
 from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model_info import HeadInfo, ModelInfo
 from runtime.base.shard import Shard
-from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.heads.head import DraftHead
@@ -36,7 +36,10 @@ class RunnerHead:
         """The head that `config.draft` names; None if it names none. `target` is the rank's.
 
         Raises CallboardError if the model lacks it, or the device lacks products for its weights."""
-        if (found := source.head(config.draft)) is None:
+        found = source.head(config.draft, config.head_layers)
+        if config.draft_layers is not None and (found is None or not found.spec.taps):
+            raise CallboardError(f"draft_layers is for EAGLE-3 heads, and draft is {config.draft}; leave it out.")
+        if found is None:
             return None
         whole = quantized_head(found.spec, target, config, numerics)
         return cls(found, whole, target.shard, layer_encodings(whole.decoder, numerics))
