@@ -1,6 +1,7 @@
 """Drafts that are heads: from a hub, by their config.json; in GGUF files, which are refused; and their layers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from runtime.assembly.runner import build_runner
 from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
+from runtime.family_report import family_details
+from runtime.inspection import model_report
 from runtime.loading.known_draft import with_known_draft
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.heads.test_eagle import HIDDEN, VOCAB, head_folder
 from tests.support.models.fake_hub import FakeHub
+from tests.support.models.mtp_models import head_tensors, random_pair, write_model
 
 COMMIT = "a" * 40
 KINDS = {"org/eagle3": "eagle3", "org/eagle1": "eagle"}
@@ -94,3 +98,37 @@ def test_layers_without_a_head_that_reads_them_are_refused(tmp_path, target, mon
             runner_with(target, draft, monkeypatch, draft_layers="1,3,8")
     with pytest.raises(CallboardError, match="draft_layers is '1,x'; it must be numbers"):
         EngineConfig(draft_layers="1,x")
+
+
+def test_inspect_counts_the_head_of_a_checkpoint(tmp_path, monkeypatch):
+    """The tiny model has no tokenizer."""
+    monkeypatch.setattr("runtime.inspection._text", lambda config, path: [])
+    model, head = random_pair("glm4-moe")
+    tensors = head_tensors("glm4-moe", head, False)
+    folder = write_model(tmp_path, model, tensors)
+    config = EngineConfig(model=str(folder), device="cpu", kernel_backend="torch")
+    own, size = report(config), sum(tensor.numel() for tensor in tensors.values())
+    assert own["draft head"] == f"mtp, {size:,} parameters; 0.00 GiB on the device; --draft mtp uses it"
+    with_head = report(replace(config, draft="mtp"))
+    assert with_head["draft head"] == f"mtp, {size:,} parameters; 0.00 GiB on the device"
+    assert with_head["memory plan"] != own["memory plan"]
+    (tmp_path / "other").mkdir()
+    without = report(replace(config, model=str(write_model(tmp_path / "other", model, {}))))
+    assert without["draft head"].startswith("none that runs. draft is mtp, but this checkpoint lacks")
+
+
+def report(config: EngineConfig) -> dict[str, str]:
+    """Label -> text."""
+    lines = (line.partition("  ") for line in model_report(config).splitlines())
+    return {label.strip(): text.strip() for label, _, text in lines}
+
+
+def test_models_names_families_with_heads():
+    names = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "LlamaForCausalLM")
+    found = [
+        next(line for line in family_details(name).splitlines() if line.startswith("  draft heads")) for name in names
+    ]
+    assert [line.removeprefix("  draft heads").strip() for line in found] == [
+        *["in its checkpoints (--draft mtp), and EAGLE"] * 3,
+        "EAGLE",
+    ]
