@@ -19,8 +19,7 @@ from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.loading.known_draft import with_known_draft
-from runtime.loading.resolve import resolve, resolve_adapter
+from runtime.loading.resolve import resolve, resolve_adapter, with_known_draft
 from runtime.media.families import image_rule
 from runtime.models import load_spec
 from runtime.models.towers.specs import tower_spec
@@ -188,7 +187,7 @@ def _head(
 
     `files` is the config.json where weights are not here. The text is empty without a head."""
     from runtime.models.heads.find import brings_head, checkpoint_head
-    from runtime.quant.head_at_load import copy_bytes, quantized_head
+    from runtime.models.heads.quantized_head import copy_bytes, quantized_head
     from runtime.quant.model_formats import weight_bytes
     from runtime.worker.runner import choose_numerics
     from runtime.worker.sources import CheckpointSource

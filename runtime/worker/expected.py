@@ -8,10 +8,9 @@ from typing import NamedTuple
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
-from runtime.loading.known_draft import with_known_draft
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import resolve, with_known_draft
+from runtime.models.heads.quantized_head import quantized_head
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.head_at_load import quantized_head
 from runtime.quant.model_formats import format_names
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import choose_numerics

@@ -23,7 +23,7 @@ from runtime.kernels.attention.latent_torch import MAX_EXPANDED
 from runtime.kernels.linear.lora import padded_rank
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
-from runtime.quant.head_at_load import copy_bytes
+from runtime.models.heads.quantized_head import copy_bytes
 from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, weight_bytes
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 

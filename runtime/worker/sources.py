@@ -93,7 +93,7 @@ class ModelSource(Protocol):
     def head(self, draft: str | None, layers: tuple[int, ...] | None = None) -> HeadSource | None:
         """The head that the setting `draft` names; None if it names none.
 
-        `layers` are those whose inputs the head reads, in place of those that its config.json names.
+        `layers` replaces the ids in its config.json.
         Raises CallboardError for a head that the model cannot have."""
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:

@@ -13,8 +13,8 @@ from runtime.base.types import CallboardError
 from runtime.base.weight_parts import ArraysPart
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.models.heads.mtp import mtp_spec
+from runtime.models.heads.quantized_head import quantized_head
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.head_at_load import quantized_head
 from runtime.quant.model_formats import encodings_on_device
 from runtime.worker.memory import plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics

@@ -18,7 +18,7 @@ from runtime.kernels.attention.attention_torch import AttentionShape, plan_atten
 from runtime.kernels.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.loading.known_draft import is_head_folder
+from runtime.loading.folder import is_head_folder
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.models.heads.build import DrawnHead

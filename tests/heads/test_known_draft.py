@@ -13,7 +13,7 @@ from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.family_report import family_details
 from runtime.inspection import model_report
-from runtime.loading.known_draft import with_known_draft
+from runtime.loading.resolve import with_known_draft
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.heads.test_eagle import HIDDEN, VOCAB, head_folder
@@ -101,7 +101,7 @@ def test_layers_without_a_head_that_reads_them_are_refused(tmp_path, target, mon
 
 
 def test_inspect_counts_the_head_of_a_checkpoint(tmp_path, monkeypatch):
-    """The tiny model has no tokenizer."""
+    """The tiny model lacks a tokenizer."""
     monkeypatch.setattr("runtime.inspection._text", lambda config, path: [])
     model, head = random_pair("glm4-moe")
     tensors = head_tensors("glm4-moe", head, False)

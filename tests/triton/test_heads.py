@@ -37,7 +37,7 @@ HEADS = {"mtp": mtp_spec(SPEC), "eagle3": replace(eagle3_head(SPEC, 60), taps=(0
 def headed_runner(backend: str, head: str = "mtp", **config) -> ModelRunner:
     own = {"device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 4, "max_model_len": MAX_LEN, "num_threads": 1}
     own |= {"dtype": "float32", "draft": "mtp", "max_num_batched_tokens": 96, "kernel_backend": backend}
-    own |= {"draft_quantization": "none"}  # the torch path has no quantized weights
+    own |= {"draft_quantization": "none"}  # the torch path lacks quantized weights
     with mock.patch.object(WarmUp, "build_kernels"), mock.patch.object(ModelRunner, "_time_steps"):
         return build_runner(EngineConfig(**own | config), DummySource(SPEC, draft_head=HEADS[head]))
 
@@ -210,7 +210,7 @@ def test_a_head_that_is_not_finite_drafts_nothing(runners):
 
 @pytest.mark.parametrize("form", ["auto", "fp8"])
 def test_drafts_read_the_output_head_in_8_bits(runners, form):
-    """The logits are those of rounded rows, and the samples are those of the target's own head."""
+    """Rounded rows make the draft logits, and the target's own head makes the samples."""
     runner, tolerance = headed_runner("triton", draft_quantization=form), 0.01 if form == "auto" else 0.1
     own, plain, generator = runner.head.head, runners[1].head.head, torch.Generator().manual_seed(0)
     copied, weight = own.output_copy, own.target.head.weight

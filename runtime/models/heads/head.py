@@ -17,9 +17,9 @@ from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
+from runtime.models.heads.quantized_head import copy_format
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import LayerCache
-from runtime.quant.head_at_load import copy_format
 from runtime.quant.held_weight import HeldWeight
 from runtime.quant.model_formats import weight_formats
 
@@ -29,20 +29,20 @@ class DraftHead(ABC):
 
     def __init__(self, spec: HeadSpec, target: Decoder) -> None:
         self.spec, self.target = spec, target
-        self.output_copy = self._copied()  # of the target's output head; None if it drafts with the head itself
+        self.output_copy = self._copied()  # the target's output head; None if that makes the logits
 
     def _copied(self) -> Linear | None:
         target = self.target
         if (own := copy_format(self.spec.decoder, target.numerics)) is None:
             return None
-        of_target = weight_formats(target.spec, target.numerics)
+        formats = weight_formats(target.spec, target.numerics)
 
         def read(parameter: str, part: Part | None = None, /) -> HeldWeight:
             assert isinstance(target.head, FusedLinear), "only a GPU's layers keep their rows"
             return HeldWeight((parameter,), own, own.encode(target.head.weight))
 
-        formats = {"head": own, "embed": of_target("embed")}
-        return LinearMaps(target.spec, target.kernels, formats.__getitem__, read).head(target.embed)
+        both = {"head": own, "embed": formats("embed")}
+        return LinearMaps(target.spec, target.kernels, both.__getitem__, read).head(target.embed)
 
     def follow_output(self, take: Callable[[Linear, Linear], Linear]) -> None:
         """Copy the target's output head again after an update. `take(old, new)` returns the object that serves it."""

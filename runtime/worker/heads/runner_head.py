@@ -14,7 +14,7 @@ from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.heads.head import DraftHead
-from runtime.quant.head_at_load import layer_encodings, quantized_head
+from runtime.models.heads.quantized_head import layer_encodings, quantized_head
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import Take
 from runtime.worker.gpu.gpu_steps import GpuSteps
@@ -45,7 +45,7 @@ class RunnerHead:
         return cls(found, whole, target.shard, layer_encodings(whole.decoder, numerics))
 
     def __init__(self, source: HeadSource, whole: HeadSpec, shard: Shard, encodings: Mapping[str, str]) -> None:
-        """`encodings` are those of quantized layers, by parameter."""
+        """`encodings` has each quantized layer's, by parameter."""
         self._source, self.whole, self.spec = source, whole, whole.for_rank(shard)
         self.fingerprint = f"{source.fingerprint} {encodings}" if encodings else source.fingerprint
 

@@ -1,7 +1,7 @@
-"""A draft head's weights at load: those of its layers, and the output head with which it drafts.
+"""The formats of a draft head's weights: its layers, and the output head for its logits.
 
-Draft logits need no exactness. So a head drafts with 8-bit rows of the output head, which are half the bytes: a copy of
-its target's, or its own ones."""
+Draft logits may be inexact. So their output head has 8-bit rows, with half the bytes: a copy of the target's, or the
+head's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.quant.quantized_formats import QuantizedFormat
 from runtime.quant.weight_format import DenseFormat, WeightFormat
 
 OUTPUTS = "head", "draft_head"  # the target's output head, and a head's own
-_AUTO = "int8"  # at batch 1 to 16 no slower than fp8 on a GPU, with a quarter of its divergence
+_AUTO = "int8"  # no slower than fp8 for 1 to 16 rows on a GPU, with a quarter of its divergence
 _OF_LAYERS = ("int4", "nf4")  # too coarse for an output head, which then is int8
 
 
@@ -54,15 +54,15 @@ def _output_encoding(own: str, numerics: Numerics) -> str:
 
 
 def _is_copied(target: DecoderSpec, numerics: Numerics) -> bool:
-    """True if the target's output head is dense, and can be read back from the device.
+    """True if the device has the target's output head as dense rows.
 
-    A CPU packs a head of its own, but not the embedding of a tied one."""
+    A CPU packs an untied head, and keeps the embedding."""
     is_dense = isinstance(weight_formats(target, numerics)("head"), DenseFormat)
     return is_dense and (target.tied_head or numerics.backend == "triton")
 
 
 def copy_format(spec: DecoderSpec, numerics: Numerics) -> WeightFormat | None:
-    """The format of a head's copy of its target's output head; None without one. `spec` is a rank's."""
+    """The format for a copy of the target's output head; None without one. `spec` is a rank's."""
     if "head" not in spec.lent:
         return None
     found = weight_formats(spec, numerics)("head")
