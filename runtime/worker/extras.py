@@ -351,7 +351,7 @@ class RunnerExtras:
     images: Callable[[RunnerParts], ImageEncoder | None] | None = None
     tier: Callable[[RunnerParts], BlockCopier | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
-    head: Callable[[EngineConfig, ModelSource, Shard], DraftingHead | None] | None = None
+    head: Callable[[EngineConfig, ModelSource, DecoderSpec, Numerics], DraftingHead | None] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
     kernels: Callable[[KernelParts], KernelsAhead | None] | None = None

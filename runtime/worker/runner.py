@@ -83,12 +83,13 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
         self._large_step_us = math.inf  # a decode step with many rows, if it was measured
-        self.head = None if extras.head is None or is_draft else extras.head(config, source, self.shard)
+        spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
+        own = spec.of_rank(self.shard)
+        self.head = None if extras.head is None or is_draft else extras.head(config, source, own, numerics)
         if config.pinned_acceptance is not None and not is_draft:
             if self.head is None:
                 raise CallboardError("pinned_acceptance needs a draft head; leave it out, or name a head as draft.")
             logger.warning("pinned_acceptance is set: tokens are not the model's. It is for benchmarks.")
-        spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
         if self.head is not None:
             spec = replace(spec, draft_layers=self.head.whole.layers)
         self.spec = spec.of_rank(self.shard)
@@ -335,7 +336,7 @@ class ModelRunner:
         """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
-        for extra in (*self.extras, self.images):
+        for extra in (*self.extras, self.images, self.head):
             if source is not None and isinstance(extra, ReadsWeights):
                 extra.read_weights(source, take)
 

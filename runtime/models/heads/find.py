@@ -58,6 +58,19 @@ class CheckpointHead:
         return build_head(spec, target, read, num_positions)
 
 
+def brings_head(config: Mapping[str, Any], names: Iterable[str], num_layers: int, weight_map: WeightMap) -> bool:
+    """True if a checkpoint's config or tensors have a head, whether this build runs it or not."""
+    begin, text = _begin(head_map(weight_map, num_layers)), {**config, **(config.get("text_config") or {})}
+    has_tensors = any(name.removeprefix(weight_map.base).startswith(begin) for name in names)
+    return has_tensors or any(text.get(field) for field in _COUNTS)
+
+
+def _begin(names: WeightMap) -> str:
+    """What the names of a head's tensors begin with."""
+    layer = names.names["attn_norm"].partition("{}")[0]
+    return "mtp." if layer.startswith("mtp.") else f"{layer}{names.first_layer}."
+
+
 def checkpoint_head(
     config: Mapping[str, Any], tensors: TensorSource, fingerprint: str, target: DecoderSpec, weight_map: WeightMap
 ) -> CheckpointHead:
@@ -84,8 +97,7 @@ def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> 
     if other := next((match[1] for match in map(_OTHER_PASS.fullmatch, stored) if match), None):
         raise CallboardError(f"draft is mtp, but the head of this checkpoint has mtp.{other}, which is not supported.")
     layer = names.names["attn_norm"].partition("{}")[0]
-    own = f"{layer}{names.first_layer}."
-    wanted = "mtp." if layer.startswith("mtp.") else own
+    own, wanted = f"{layer}{names.first_layer}.", _begin(names)
     if not any(name.startswith(wanted) for name in stored):
         raise CallboardError(f"draft is mtp, but this checkpoint lacks the head's tensors, {wanted}*; use another one.")
     if any(name.startswith(f"{layer}{names.first_layer + 1}.") for name in stored):
