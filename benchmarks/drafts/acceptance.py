@@ -2,8 +2,8 @@
 
     python -m benchmarks.drafts.acceptance DRAFT [--model NAME] [--answer-len 64] [--out FILE]
 
-DRAFT is as EngineConfig.draft: a head's folder, mtp, ngram or a model. Each kind of prompt makes one burst, with a line
-for each way of sampling:
+DRAFT is as EngineConfig.draft: a head's folder, mtp, ngram or a model. Each kind of prompt makes one burst, and each
+sampling has a line:
 
     rounds        rounds of the engine, which verify up to three draft tokens
     accepted      share of these rounds in which draft token 1 was accepted, 1 and 2, 1 to 3
@@ -94,12 +94,12 @@ def prompts(held_out: bool) -> list[tuple[str, str]]:
 class Recorder:
     """Reads the distributions of a CPU runner's sampler.
 
-    With `given`, the known tokens of texts by their seeds, it puts these in the place of draft tokens and compares."""
+    With `given`, each text's known tokens by its seed, it puts these in the place of draft tokens and compares."""
 
     def __init__(self, llm: LLM, given: Mapping[int, list[int]] | None = None, targets: Targets | None = None) -> None:
         self.sampler: Sampler = llm.runner.steps.sampler
         self.given, self.targets = given, {} if targets is None else targets
-        # (seed, position of draft token 1) -> for each draft token, the shares of WAYS and the weights after it
+        # (seed, first drafted position) -> for each draft token: shares by WAYS, and the weights after it
         self.found: dict[tuple[int, int], list[tuple[list[float], list[float]]]] = defaultdict(list)
         self._sample, self._draft, self._calls = self.sampler.sample, self.sampler.draft, 0
 
@@ -128,7 +128,7 @@ class Recorder:
         return self._sample(logits, slots, positions, *others)
 
     def draft(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
-        """The known tokens in place of draft tokens, after a comparison by each of WAYS."""
+        """The known tokens in place of drafted ones, after a comparison by WAYS."""
         own, number = self._draft(logits, slots, positions, state), self._calls % NUM_DRAFTS
         self._calls += 1
         assert self.given is not None
@@ -136,7 +136,7 @@ class Recorder:
         for i, q in enumerate(self._probabilities(logits.float(), slots)):
             place = seeds[i], int(positions[i])
             if (p := self.targets.get(place)) is None:
-                continue  # behind the answer's end
+                continue  # the answer has ended
             result[i] = token = self.given[seeds[i]][place[1]]
             best, agrees = int(q.argmax()), float(own[i] == token)
             shares = [agrees, float(torch.minimum(p, q).sum()), float(p[best]), float(p @ q)]
@@ -145,7 +145,7 @@ class Recorder:
         return result
 
     def sums(self) -> tuple[int, np.ndarray]:
-        """Number of compared rounds, and the sums [WAYS, draft tokens] of the chances to accept up to each."""
+        """Number of compared rounds, and sums [WAYS, draft tokens]: the chances to accept up to each token."""
         whole = [each for each in self.found.values() if len(each) == NUM_DRAFTS]
         values = np.array(whole).reshape(-1, NUM_DRAFTS, 2, len(WAYS))
         weights = np.concatenate((np.ones_like(values[:, :1, 1]), values[:, :-1, 1]), 1)
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as EngineConfig.model")
     parser.add_argument("--answer-len", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0])
     args = parser.parse_args()
     defaults = {"kv_cache_memory": 0.5, "max_num_seqs": args.prompts, "max_model_len": 512, "deterministic": True}
     config = engine_config(args.set, model=args.model, **defaults)
@@ -239,7 +240,7 @@ def main() -> None:
     asked: dict[str, list[list[int]]] = defaultdict(list)
     for kind, text in prompts(held_out=True)[: args.prompts * len(_FORMS)]:
         asked[kind].append(bench.plain.chat_prompt(chat(text)))
-    for sampling in SAMPLINGS:
+    for sampling in [each for each in SAMPLINGS if each["temperature"] in args.temperatures]:
         params = [SamplingParams(max_tokens=args.answer_len, seed=seed, **sampling) for seed in range(args.prompts)]
         common: dict[str, Any] = {"draft": args.draft, **sampling}
         figures = []

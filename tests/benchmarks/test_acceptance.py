@@ -22,7 +22,7 @@ PROMPTS = [[(7 * i + 3 * j) % 509 + 2 for j in range(20 + i)] for i in range(3)]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folders of a target and of its head, before any training."""
+    """The folders: a target and its head."""
     target, head = (tmp_path_factory.mktemp(name) for name in ("target", "head"))
     pair = Pair(TINY_TARGET, TINY_DRAFT, choose_numerics(EngineConfig(device="cpu")))
     write_folder(target, pair.target_config, pair.target(0.05))
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def trainee(llm: LLM) -> Trainee:
     made = Trainee(llm.runner.decoder, len(TAPS), torch.arange(TINY_TARGET["vocab_size"]))
     generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():  # as after some steps: no part of the pass is without effect
+    with torch.no_grad():  # some steps later, every part has an effect
         for tensor in made.trained.values():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
     return made
@@ -44,7 +44,7 @@ def params(temperature: float) -> list[SamplingParams]:
 
 
 def test_training_and_engine_make_the_same_drafts(folders: tuple[Path, Path]):
-    """All passes: sum min(p, q) of each draft token after each token of the answers."""
+    """In all passes and at all positions, sum min(p, q) is the same."""
     target, folder = folders
     bench = Bench(EngineConfig(model=str(target), deterministic=True, **CONFIG), str(folder))
     with Recorder(bench.plain) as plain:
