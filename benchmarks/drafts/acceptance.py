@@ -8,7 +8,7 @@ sampling has a line:
     rounds        rounds of the engine, which verify up to three draft tokens
     accepted      share of these rounds in which draft token 1 was accepted, 1 and 2, 1 to 3
     equal         answers that have the tokens which the model makes without a draft
-    equal_rounds  the rounds stay the same if prompts are found in the prefix cache, and if requests run one at a time
+    equal_rounds  with --repeats: the rounds stay the same with prefix hits, and with one request at a time
 
 With a head on a CPU, the same shares after every token of the answers (`positions`), for four ways to draft:
 
@@ -135,8 +135,9 @@ class Recorder:
         seeds, result = self.sampler.rows[slots, sample.SEED_LOW].tolist(), own.clone()
         for i, q in enumerate(self._probabilities(logits.float(), slots)):
             place = seeds[i], int(positions[i])
-            if (p := self.targets.get(place)) is None:
-                continue  # the answer has ended
+            p = self.targets.get(place)  # an engine may sample behind an answer's end
+            if p is None or place[1] >= len(self.given[seeds[i]]):
+                continue
             result[i] = token = self.given[seeds[i]][place[1]]
             best, agrees = int(q.argmax()), float(own[i] == token)
             shares = [agrees, float(torch.minimum(p, q).sum()), float(p[best]), float(p @ q)]
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as EngineConfig.model")
     parser.add_argument("--answer-len", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--repeats", action="store_true", help="also with prefix hits, and one prompt at a time")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0])
     args = parser.parse_args()
     defaults = {"kv_cache_memory": 0.5, "max_num_seqs": args.prompts, "max_model_len": 512, "deterministic": True}
@@ -246,7 +248,7 @@ def main() -> None:
         figures = []
         for kind, each in asked.items():
             found = bench.measure(each, params)
-            repeats = bench.repeats(each, params, found.rounds) if sampling is SAMPLINGS[0] else {}
+            repeats = bench.repeats(each, params, found.rounds) if args.repeats else {}
             results.add(config, **common, kind=kind, **found.values(), **repeats)
             figures.append(found)
         results.add(config, **common, kind="all", **reduce(Figures.plus, figures).values())
