@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from actors.wire.process_meter import CPU, MEMORY, ROLES
-from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_MATCHED_TOKENS
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -51,7 +51,7 @@ def _histogram(help: str, bounds: tuple[float, ...]) -> Metric:
     return Metric("histogram", help, bounds)
 
 
-_POSITIONS = tuple(map(str, range(MAX_DRAFT_TOKENS)))
+_POSITIONS = tuple(map(str, range(MAX_MATCHED_TOKENS)))
 
 ENGINE_METRICS = {  # counted by the engine
     "vllm:num_requests_running": _gauge("Requests that hold a slot."),

@@ -12,6 +12,7 @@ A batch decodes by an engine with the head, and without. Then the parts are time
 
     python -m benchmarks.drafts.heads --model llama-3.1-8b --head eagle3 --length 3.0 --batches 1 8 64
     python -m benchmarks.drafts.heads --model qwen3.6-35b-a3b --head mtp --length 2.8 --context 8192 --batches 1 16
+    python -m benchmarks.drafts.heads --model gemma-4-26b-a4b --head assistant --batches 1 8
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
-from benchmarks.library.models import eagle3_head, spec_of
+from benchmarks.library.models import assistant_head, eagle3_head, spec_of
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
@@ -40,7 +41,9 @@ from runtime.worker.gpu.graph_runner import MAX_VERIFIED, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
-HEADS: dict[str, Callable[[DecoderSpec], HeadSpec]] = {"eagle3": eagle3_head, "mtp": mtp_spec}
+HEADS: dict[str, Callable[[DecoderSpec], HeadSpec]] = {
+    "eagle3": eagle3_head, "mtp": mtp_spec, "assistant": assistant_head
+}  # fmt: skip
 _BANDWIDTH = 4.45e12  # bytes a second that an H200 reads
 _REPLAYS = 16
 
@@ -184,7 +187,8 @@ def measure_parts(engine: HeadEngine, batch: int, args: argparse.Namespace) -> d
     verify_us, graph = parts.graph_us(k)
     plain_us, _ = parts.graph_us(0)
     extend_us = replays_us(head.graphs[graph.shape, True])
-    extend_only_us = replays_us(head.graphs[graph.shape, False])
+    extend_only = head.graphs.get((graph.shape, False))  # a head without a cache has none
+    extend_only_us = 0.0 if extend_only is None else replays_us(extend_only)
     single_us = replays_us(head.graphs[graph.shape.num_rows])
     layer_bytes = num_bytes(head.head)
     own_head = 0 if head.head.spec.own_head else num_bytes(head.head.target.head)

@@ -5,7 +5,7 @@
 
 Each engine is a process of its own with random weights in a published shape, without Ray. With one GPU both share it.
 
-takeover: the first engine decodes the streams and is killed. The second one continues them, as after a call of the front.
+takeover: the first engine decodes the streams and is killed. The second one goes on with them.
 
     | figure | what |
     | --- | --- |

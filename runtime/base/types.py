@@ -22,6 +22,7 @@ from runtime.base.sampling_fields import Effect, sampling, table_of
 _LEAST_TEMPERATURE = 1e-5
 TOKEN_BYTES = 4  # a token's bytes in a message
 MAX_DRAFT_TOKENS = 8  # draft tokens a row
+MAX_MATCHED_TOKENS = 15  # the same for a long match of n-grams, by a model without recurrent states
 NOT_FINITE = "The model gave logits that are not finite for this request."  # sent with FinishReason.ERROR
 
 

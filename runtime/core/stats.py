@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_MATCHED_TOKENS
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class EngineStats:
     preemptions: int = 0
     drafts: int = 0  # rows with draft tokens
     draft_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_MATCHED_TOKENS)
     prompt_tokens: int = 0  # prompt tokens in admitted requests
     prompt_tokens_cached: int = 0  # prompt tokens found in the prefix cache
     structured_lazy: int = 0  # outputs with a grammar, by the grammar's engine

@@ -15,7 +15,7 @@ from runtime.models.families.defaults import with_defaults
 INDEX_NAME = "model.safetensors.index.json"
 # Files from exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-_HEADS = re.compile("eagle|dflash|dspark|medusa", re.IGNORECASE)
+_HEADS = re.compile("eagle|dflash|dspark|medusa|gemma4(unified)?assistant", re.IGNORECASE)
 _HEAD_FIELDS = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
 _MOST_HEAD_LAYERS = 4  # an EAGLE-1 head has the config.json of a small Llama
 
@@ -111,10 +111,16 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
 
 
 def with_known_draft(config: EngineConfig) -> EngineConfig:
-    """Return the settings with HEAD before a draft that is a head's folder. Then no draft model is started."""
-    if not config.has_draft_model or not is_head_folder(Path(config.draft or "")):
-        return config
-    return replace(config, draft=f"{HEAD}{config.draft}")
+    """Return the settings with HEAD before a draft that is a head's folder. Then no draft model is started.
+
+    Raises CallboardError for a head that should run on a device of its own."""
+    if config.has_draft_model and is_head_folder(Path(config.draft or "")):
+        config = replace(config, draft=f"{HEAD}{config.draft}")
+    if config.has_head and config.draft_device in ("own", "cpu"):
+        raise CallboardError(
+            f"draft_device is {config.draft_device}, but a head drafts in the model's own steps; leave it out."
+        )
+    return config
 
 
 def is_head_folder(path: Path) -> bool:

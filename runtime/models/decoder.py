@@ -50,7 +50,8 @@ class LayerStack:
     ) -> torch.Tensor:
         """Change [num_tokens, hidden] in place to what leaves the last layer, and return it.
 
-        Writes keys, values and states of the tokens into the caches."""
+        Writes keys, values and states of the tokens into the caches. With `batch.only_stores` the result is
+        the last layer's projections."""
         eps = self.spec.norm_eps
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         step = ForwardStep(batch, self._ropes(batch), query_scales, layer_inputs)
@@ -62,6 +63,8 @@ class LayerStack:
             if batch.taps is not None:
                 batch.taps.take(index, h)
             x = h if first_input is None or index else first_input
+            if batch.only_stores and index == len(layers) - 1:
+                return layer.mixer.store(x, layer.attn_norm, step, cache)[1]
             layer.mixer.out.add_to(h, layer.mixer.mix(x, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward

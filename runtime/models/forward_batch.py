@@ -64,3 +64,4 @@ class ForwardBatch:
     # [3, num_tokens] rotary positions by frame, row and column, where the step reaches images; None if all are equal
     rope_positions: torch.Tensor | None = None
     taps: Taps | None = None  # None without a head that reads layers' inputs
+    only_stores: bool = False  # the last layer stores the tokens' keys and values, and computes nothing else

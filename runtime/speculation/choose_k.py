@@ -12,32 +12,23 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from runtime.base.types import MAX_DRAFT_TOKENS, FinishReason
+from runtime.base.types import MAX_DRAFT_TOKENS, MAX_MATCHED_TOKENS, FinishReason
 from runtime.core.extra import Extra
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
+from runtime.speculation.acceptance import Acceptance
 
-# The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.
-_MAX_CHOSEN_TOKENS = 7
-_MAX_ACCEPTANCE = 0.975  # limit for the estimate
-_LEAST_LIKELY = 0.1  # a draft token accepted less often is not worth its place in a step
-_LIKELY_TOKENS = [  # a row's draft tokens that are likely enough, by its acceptance in 40ths
-    next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
-]
-_FIRST_ACCEPTANCE = 0.7  # initial estimate: with a lower one, a large batch would never try to draft
-_RESTED_ACCEPTANCE = 0.6  # a request without draft tokens drifts back to at least this
-_WEIGHT, _OVERALL_WEIGHT = (
-    0.05,
-    0.01,
-)  # weight of the newest draft token in a request's estimate, and in the overall one
+# The usual most that are chosen: with the known token these are eight rows, which a few-row product computes at once.
+MAX_CHOSEN_TOKENS = 7
 _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
 # Every _DRIFT_EVERY steps it drifts to its first value, so that drafting is tried again. It drifts less above
 # _DRIFT_ROWS rows, where a try costs more.
 _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
 _MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
-_REST_WEIGHT = 0.01  # share of the way back per token without draft tokens: a retry after some 100 tokens
+_TRY_SHARE = 0.01  # share of decoding time for tries with one more draft token
+_TRY_STEPS, _TRY_ROWS = 4, 8  # most steps of a try, and more rows that it takes in small batches
 
 
 class Drafter(Protocol):
@@ -46,7 +37,10 @@ class Drafter(Protocol):
     A drafter that has its draft tokens at once needs only `guess` and `forget`; the defaults here do the rest."""
 
     most: int = MAX_DRAFT_TOKENS  # draft tokens of a row
+    most_chosen: int = MAX_CHOSEN_TOKENS  # the same if the number follows from the estimate
     in_runner: bool = False  # the runner makes the draft tokens in the step before
+    # Each kind's first acceptance estimate. With a lower one than this, a large batch would never try to draft.
+    first_acceptance: Sequence[float] = (0.7,)
 
     @property
     def is_ready(self) -> bool:
@@ -60,6 +54,14 @@ class Drafter(Protocol):
     def begin_step(self) -> None:
         """A step is about to be planned."""
         return
+
+    def on_weights(self) -> None:
+        """The next step runs with other weights."""
+        return
+
+    def kind(self, state: RequestState) -> int | None:
+        """Return the kind of the draft tokens that the request would get now; None if it would get none."""
+        return 0
 
     def step_us(self, num_rows: int) -> float:
         """Return the microseconds for one more draft token in each of `num_rows` rows."""
@@ -108,6 +110,7 @@ class StepTimes:
     def __init__(self, step_us: Sequence[tuple[int, float]]) -> None:
         """step_us: (size, microseconds), rising. If it is empty, each token counts as a microsecond."""
         self._points = tuple(step_us) or ((1, 1.0),)
+        self.largest = self._points[-1][0]  # size that was measured
 
     def us(self, size: int) -> float:
         """Return the microseconds that a step of this size takes."""
@@ -138,9 +141,12 @@ class DecodeShape(NamedTuple):
 class Speculation(Extra):
     """Chooses the number of draft tokens that yields the most tokens per second.
 
-    It knows each request's acceptance and the models' step times. Steps also have an overhead: waiting, planning, a GPU
-    that two processes share. The overhead is learned from the time between results, by batch size, for steps with and
-    without draft tokens."""
+    It knows the acceptance of each position and the models' step times. Steps also have an overhead: waiting, planning,
+    a GPU that two processes share. The overhead is learned from the time between results, by batch size, for steps with
+    and without draft tokens.
+
+    Now and then it tries one draft token more, as texts change. A try ends with the first such token that is wrong.
+    All tries together cost at most `_TRY_SHARE` of the time."""
 
     def __init__(
         self,
@@ -158,19 +164,27 @@ class Speculation(Extra):
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
+        self.acceptance = [Acceptance(first) for first in drafter.first_acceptance]  # by kind of draft tokens
         # Overhead of steps with draft tokens, and without, by the row count's bit length.
         self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
         self._num_rows, self._rounded = 0, (latency_us, 0.0)
         self._num_begun = 0
         self.round_count = 0  # draft tokens per row in the step that is being planned; 0 if drafting does not pay
-        self._best = lru_cache(maxsize=4096)(self._compute_best)
-        self._acceptance: dict[RequestState, float] = {}  # each live request's acceptance, once there is an estimate
+        self._best = 0  # the same without a try
+        self._try_us = 0.0  # what tries may cost now
+        self._tried, self._steps_left = 0, 0  # draft tokens per row in a try, and its steps
+        self._times_of = lru_cache(maxsize=1024)(self._round_times)
+        self._drafted: dict[RequestState, int] = {}  # the kind of each request's last draft tokens
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
-        self._acceptance.pop(state, None)
+        for acceptance in self.acceptance:
+            acceptance.forget(state)
+        self._drafted.pop(state, None)
         self.drafter.forget(state)
+
+    def on_weights(self) -> None:
+        self.drafter.on_weights()
 
     def on_idle(self) -> None:
         self.drafter.wait()
@@ -194,7 +208,7 @@ class Speculation(Extra):
     def stats(self) -> dict[str, float]:
         """Return the estimates behind the choice, for a batch of the last step's size."""
         return {
-            "acceptance": self.acceptance,
+            "acceptance": self.acceptance[-1].rates[0],
             "verify_overhead_us": self._rounded[0],
             "step_overhead_us": self._rounded[1],
             **self.drafter.stats(),
@@ -206,7 +220,7 @@ class Speculation(Extra):
         Returns True to wait for them, or for rows that verify, so that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
         drafter.begin_step()
-        self.choose_k(len(running), self._mean_acceptance(running))
+        self.choose_k(running)
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing is requested or in flight
         if any(state.status is RequestStatus.VERIFYING for state in running):
@@ -219,8 +233,9 @@ class Speculation(Extra):
                 self._was_requested = True
         return drafter.poll()
 
-    def choose_k(self, num_rows: int, acceptance: float) -> None:
-        """Set `round_count` for a step of about `num_rows` rows with this mean acceptance."""
+    def choose_k(self, running: Sequence[RequestState]) -> None:
+        """Set `round_count` for a step with about these rows."""
+        num_rows = len(running)
         self._num_begun += 1
         drift = _DRIFT * min(1.0, _DRIFT_ROWS / max(1, num_rows)) if self._num_begun % _DRIFT_EVERY == 0 else 0.0
         if drift or num_rows != self._num_rows:
@@ -231,35 +246,48 @@ class Speculation(Extra):
             round_us, step_us = (round(overheads[size] / _COARSE_US) * _COARSE_US for overheads in self._overhead_us)
             self._rounded = round_us, step_us
         if not self.drafter.is_ready:
-            self.round_count = 0
+            self.round_count = self._best = 0
         elif self._fixed is not None:
             self.round_count = min(self._fixed, self.drafter.most)
         else:
-            draft_us = self.drafter.step_us(num_rows)
-            best = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
-            self.round_count = min(best, self.drafter.most)
+            times = self._times_of(num_rows, self.drafter.step_us(num_rows), self._rounded)
+            self._choose(running, times[: 1 + self.drafter.most])
+
+    def _choose(self, running: Sequence[RequestState], times: Sequence[float]) -> None:
+        """Set the count from the times of rounds with 0, 1, 2 ... draft tokens a row."""
+        states = dict[int, list[RequestState]]()  # those that would get draft tokens, by kind
+        for state in running:
+            if (kind := self.drafter.kind(state)) is not None:
+                states.setdefault(kind, []).append(state)
+        share = sum(map(len, states.values())) / max(1, len(running))
+        if best_count(times, [1.0] * len(times), share) == 0:
+            self.round_count = self._best = 0
+            return  # no acceptance pays for the rounds
+        chances = [0.0] * MAX_MATCHED_TOKENS  # mean of these states
+        for kind, own in states.items():
+            weight = len(own) / (share * len(running))
+            chances = [mean + weight * c for mean, c in zip(chances, self.acceptance[kind].chances(own), strict=True)]
+        best = self._best = best_count(times, chances, share)
+        if best + 1 != self._tried:
+            self._steps_left = 0
+        if not self._steps_left and best + 1 < len(times) and self._try_us >= times[best + 1] - times[best]:
+            hoped = [*chances[:best], *[1.0] * (len(times) - best)]
+            if best_count(times, hoped, share) > best:
+                self._tried, self._steps_left = best + 1, _TRY_STEPS + _TRY_ROWS // len(running)
+                for kind in states:
+                    self.acceptance[kind].doubt(best)
+        self.round_count = best
+        if self._steps_left:
+            self._steps_left -= 1
+            self.round_count = self._tried
+        for kind, own in states.items():
+            for state in own:
+                if self._count(state) <= 0:
+                    self.acceptance[kind].rest(state)
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
         """Return the first overhead estimates for a step with draft tokens and a plain one."""
         return self._latency_us + num_rows * self._row_us, 0.0
-
-    def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Return the mean acceptance; estimates of requests without draft tokens drift back to the overall one.
-
-        Good drafts have runs of rejected tokens, too. Without the drift such a request would never draft again."""
-        draft_us = self.drafter.step_us(len(running))
-        if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
-            return 1.0  # the count does not depend on it
-        total, usual = 0.0, max(_RESTED_ACCEPTANCE, self.acceptance)
-        for state in running:
-            known = self._acceptance.get(state)
-            if known is None:
-                known = self._acceptance[state] = self.acceptance
-            elif self._count(state) <= 0:
-                known += _REST_WEIGHT * (usual - known)
-                self._acceptance[state] = known
-            total += known
-        return total / len(running)
 
     def defers(self, state: RequestState) -> bool:
         """Return True to leave a request with tokens in flight out of this step, so that the next one can draft."""
@@ -271,21 +299,19 @@ class Speculation(Extra):
         count = min(most, self._count(state))
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
+        self._drafted[state] = self.drafter.kind(state) or 0
         if not guesses:
-            self.record(state, False)
+            self.on_verified(state, 0, True)
         return guesses
 
     def on_verified(self, state: RequestState, num_accepted: int, rejected: bool) -> None:
-        for _ in range(num_accepted):
-            self.record(state, True)
+        acceptance = self.acceptance[self._drafted.get(state, 0)]
+        for position in range(num_accepted):
+            acceptance.record(state, position, True)
         if rejected:
-            self.record(state, False)
-
-    def record(self, state: RequestState, right: bool) -> None:
-        """Count a draft token as right or wrong; a missing one is wrong. Tokens after a wrong one do not count."""
-        known = self._acceptance.get(state, self.acceptance)
-        self._acceptance[state] = known + _WEIGHT * (right - known)
-        self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
+            acceptance.record(state, num_accepted, False)
+            if num_accepted + 1 == self._tried:
+                self._steps_left = 0
 
     def observe_step(self, shape: DecodeShape | None) -> None:
         """Learn from the time of a result. `shape` is None if the step computed prompts."""
@@ -297,6 +323,7 @@ class Speculation(Extra):
             return
         num_rows, num_tokens, count = shape
         was_asked, self._was_requested = self._was_requested, False
+        self._pay_for_tries(took_us, num_rows, max(count, int(was_asked)))
         if not count and (was_asked or self.drafter.is_busy()):
             return  # the step waited in vain or shared the GPU: it is slower than a plain step
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
@@ -306,6 +333,16 @@ class Speculation(Extra):
         if count:
             self._num_rows = 0  # `choose_k` rounds the estimates again
 
+    def _pay_for_tries(self, took_us: float, num_rows: int, count: int) -> None:
+        """Earn `_TRY_SHARE` of a step's time, and pay its extra time over a step with the best number."""
+        times = self._times_of(num_rows, self.drafter.step_us(num_rows), self._rounded)
+        best = min(self._best, len(times) - 1)
+        if best + 1 < len(times):
+            most = max(0.0, times[best + 1] - times[best])
+            self._try_us = min(self._try_us + _TRY_SHARE * took_us, most)
+        if count > best:
+            self._try_us -= max(0.0, took_us - times[best])
+
     def _count(self, state: RequestState) -> int:
         """Return how many draft tokens of a request are likely, at most the round's.
 
@@ -313,19 +350,31 @@ class Speculation(Extra):
         most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
-        known = self._acceptance.setdefault(state, self.acceptance)
-        return min(most, _LIKELY_TOKENS[round(known * 40)])
+        if (kind := self.drafter.kind(state)) is None:
+            return 0
+        return most if self._steps_left else min(most, self.acceptance[kind].num_likely(state))
 
-    def _compute_best(
-        self, num_rows: int, draft_us: float, overhead_us: tuple[float, float], acceptance_40ths: int
-    ) -> int:
-        """Return the count that yields the most tokens per second if all rows are alike; 0 if plain steps do."""
-        rate = min(acceptance_40ths / 40, _MAX_ACCEPTANCE)
+    def _round_times(self, num_rows: int, draft_us: float, overhead_us: tuple[float, float]) -> tuple[float, ...]:
+        """Return the microseconds for a plain step, then for rounds with 1, 2 ... draft tokens in each row."""
         round_us, step_us = overhead_us
-        best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
-        for count in range(1, _MAX_CHOSEN_TOKENS + 1):
-            tokens = (1 - rate ** (count + 1)) / (1 - rate)
-            speed = tokens / max(1.0, round_us + count * draft_us + self._times.us(num_rows * (1 + count)))
-            if speed > most:
-                best, most = count, speed
-        return best
+        times = [step_us + self._times.us(num_rows)]
+        for count in range(1, self.drafter.most_chosen + 1):
+            size = num_rows * (1 + count)  # a graph computes as many tokens in each row
+            if count > MAX_CHOSEN_TOKENS and size > self._times.largest:
+                break
+            times.append(round_us + count * draft_us + self._times.us(size))
+        return tuple([max(1.0, us) for us in times])
+
+
+def best_count(times: Sequence[float], chances: Sequence[float], share: float = 1.0) -> int:
+    """Return the number of draft tokens a row that yields the most tokens per second; 0 if plain steps do.
+
+    `times` has the time of a step with 0, 1, 2 ... draft tokens a row. `chances` has the chance of each draft token, if
+    those before it are accepted. Only a `share` of the rows gets draft tokens."""
+    best, most, tokens, all_right = 0, 1 / times[0], 1.0, share
+    for count in range(1, len(times)):
+        all_right *= chances[count - 1]
+        tokens += all_right
+        if tokens > most * times[count]:
+            best, most = count, tokens / times[count]
+    return best

@@ -21,15 +21,16 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from runtime.base.config import EngineConfig
+from runtime.base.config import NGRAM, EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.sampling_fields import Effect
-from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError, Request
+from runtime.base.types import MAX_MATCHED_TOKENS, CallboardError, Request
 from runtime.core.executor import Executor, InProcess
 from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
+from runtime.speculation.choose_k import MAX_CHOSEN_TOKENS
 
 CATCH_UP = (2, 8)  # row lengths that a draft's runner has graphs for, besides 1
 _DEPTH = 2  # plans in flight
@@ -103,8 +104,9 @@ def row_lens(config: EngineConfig, is_draft: bool) -> tuple[int, ...]:
         return CATCH_UP
     if config.draft is None:
         return ()
-    most = MAX_DRAFT_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
-    return tuple(range(2, most + 2))
+    most = MAX_CHOSEN_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
+    is_matched = config.draft == NGRAM and config.num_draft_tokens is None
+    return *range(2, most + 2), *([MAX_MATCHED_TOKENS + 1] if is_matched else [])
 
 
 class DraftCore:

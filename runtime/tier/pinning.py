@@ -19,7 +19,7 @@ from itertools import cycle
 
 import torch
 
-from runtime.tier.pages import give_pages
+from runtime.tier.region_files import give_pages
 from runtime.worker.cuda_driver import call
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _PART_BYTES = 4 << 20  # a piece has whole parts; small pages of one take about 
 _MOST_PARTS = 256
 _HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
 _BREAK_S = 5e-4  # time for others between two pieces, since that lock is not fair
-_SLOW_S = 0.5  # a part whose pages took longer: memory is in fragments, so huge pages are not worth their wait
+_SLOW_S = 0.5  # a part that took longer to populate: memory is in fragments, so huge pages are not worth their wait
 _NUM_THREADS = 2
 _MOST_PAUSE_S = 0.1  # limit of each pause, so that pinning ends although copies never do
 _PORTABLE, _DEVICEMAP = 1, 2  # flags for all contexts, and for the device's addresses

@@ -173,7 +173,7 @@ def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) 
     own = weight_bytes(spec, numerics)
     if head is None:
         return own, 0
-    return own + weight_bytes(head.decoder, numerics), head.decoder.hidden_size * numerics.dtype.itemsize
+    return own + weight_bytes(head.decoder, numerics), head.block_width * numerics.dtype.itemsize
 
 
 def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:

@@ -84,6 +84,10 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
         self._large_step_us = math.inf  # a decode step with many rows, if it was measured
         self.head = None if extras.head is None or is_draft else extras.head(config, source, self.shard)
+        if config.pinned_acceptance is not None and not is_draft:
+            if self.head is None:
+                raise CallboardError("pinned_acceptance needs a draft head; leave it out, or name a head as draft.")
+            logger.warning("pinned_acceptance is set: tokens are not the model's. It is for benchmarks.")
         spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
         if self.head is not None:
             spec = replace(spec, draft_layers=self.head.whole.layers)
@@ -143,8 +147,6 @@ class ModelRunner:
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales_of_rank(scales, spec)
-            ones = torch.ones(len(spec.draft_layers), *self.kv_scales.shape[1:])  # heads bring no scales
-            self.kv_scales = torch.cat((self.kv_scales, ones.to(self.kv_scales)))
         if self.updates is not None:
             sizes, hooks = (self.memory.max_model_len, self.memory.updates), (self._drop_tapes, self._weights_changed)
             self.updates.open(self.decoder, *sizes, *hooks)
@@ -194,13 +196,15 @@ class ModelRunner:
         is_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = is_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
         numeric_parts = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
-        whole_cache = planned_cache(self.config, spec.whole, numerics)
+        head = self.head if self.head is not None and self.head.spec.has_cache else None
+        own_layers = spec.whole if head is not None else replace(spec.whole, draft_layers=())
+        whole_cache = planned_cache(self.config, own_layers, numerics)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
         version, weights = None if self.updates is None else self.updates.version, self._source.fingerprint
         if version is not None:
             weights = version.fingerprint(weights)
         identity = (weights, *numeric_parts, forms, whole_cache, num_sums)
-        text = repr(identity if self.head is None else (*identity, self.head.fingerprint))  # blocks have its keys, too
+        text = repr(identity if head is None else (*identity, head.fingerprint))  # blocks have its keys, too
         info = ModelInfo(
             fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,

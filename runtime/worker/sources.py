@@ -33,6 +33,7 @@ from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
+from runtime.models.heads.assistant_files import assistant_files, is_assistant
 from runtime.models.heads.build import DrawnHead
 from runtime.models.heads.eagle_files import folder_head
 from runtime.models.heads.find import checkpoint_head
@@ -225,6 +226,8 @@ class CheckpointSource:
             return None
         own, name = open_checkpoint(Path(draft.removeprefix(HEAD))), self.weight_map.names["embed"]
         embedding = self._tensors, name if name in self._tensors else self.weight_map.base + name
+        if is_assistant(own.config):
+            return assistant_files(own.config, own, own.fingerprint, self.spec)
         return folder_head(own.config, own, own.fingerprint, self.spec, embedding)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:

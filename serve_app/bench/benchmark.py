@@ -17,13 +17,15 @@ import numpy as np
 from runtime.background import in_background
 from runtime.base.types import CallboardError
 from serve_app.bench.client import Client, Turn
-from serve_app.bench.figures import figures
+from serve_app.bench.figures import draft_figures, figures
 from serve_app.bench.images import RandomImages
 from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import RandomPrompts, prompts_of
 from serve_app.bench.report import draw, report
 
 _SHOW_S = 0.2  # seconds between two looks at the progress
+
+Level = tuple[float, list[Turn], dict[str, Any]]  # what was sent, and the server's draft tokens meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,10 @@ def bench(client: Client, plan: LoadPlan, output: Path | None, plot: Path | None
         "url": client.url, "model": client.model, "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "prompt_tokens_counted_by": "the server's tokenizer" if is_counted else "words", **asdict(plan),
     }  # fmt: skip
-    found = [{"level": level, "name": plan.name(level), **figures(turns)} for level, turns in levels]
+    found = [{"level": level, "name": plan.name(level), **figures(turns), **drafts} for level, turns, drafts in levels]
     print(report(about, found))
     if output is not None:
-        rows = [row | {"answers": _times(turns)} for row, (_, turns) in zip(found, levels, strict=True)]
+        rows = [row | {"answers": _times(turns)} for row, (_, turns, _) in zip(found, levels, strict=True)]
         output.write_text(json.dumps(about | {"results": rows}, indent=1) + "\n")
     if plot is not None and any(row["requests"] for row in found):
         draw(about, found, plot)
@@ -105,20 +107,23 @@ def _times(turns: list[Turn]) -> list[dict[str, Any]]:
 # ---- the load -------------------------------------------------------------------------------------------------------
 
 
-async def _run(client: Client, plan: LoadPlan, prompts: RandomPrompts) -> tuple[list[tuple[float, list[Turn]]], bool]:
-    """The requests of each level, and whether Ctrl-C ended the last one."""
-    levels: list[tuple[float, list[Turn]]] = []
+async def _run(client: Client, plan: LoadPlan, prompts: RandomPrompts) -> tuple[list[Level], bool]:
+    """The levels' requests and draft tokens, and whether Ctrl-C ended the last one."""
+    levels: list[Level] = []
     for number, level in enumerate(plan.levels):
         rng = np.random.default_rng([plan.seed, number + 1])
         for _ in range(0 if number else plan.num_warmup):
             await client.ask(_turn(plan, prompts, rng))
         seen: list[Turn] = []
-        levels.append((level, seen))
+        drafts: dict[str, Any] = {}
+        levels.append((level, seen, drafts))
+        before = await asyncio.to_thread(client.draft_counts)
         try:
             async with _shown(plan, level, seen):
                 await _play(client, plan, level, prompts, rng, seen)
         except asyncio.CancelledError:  # asyncio's answer to Ctrl-C
             return levels, True
+        drafts |= draft_figures(before, await asyncio.to_thread(client.draft_counts))
     return levels, False
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,10 @@ import msgspec
 from runtime.base.types import CallboardError
 
 _TIMEOUT_S = 10.0  # limit for a request that generates nothing
+_ROUNDS = re.compile(r"^vllm:spec_decode_num_drafts_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+_ACCEPTED = re.compile(
+    r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)$', re.MULTILINE
+)
 
 
 @dataclass(slots=True)
@@ -273,6 +278,23 @@ class Client:
             return int(answer["count"] if "count" in answer else len(answer["tokens"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def draft_counts(self) -> list[float]:
+        """The server's rounds with draft tokens so far, then their accepted tokens by position; [] if it has none.
+
+        vLLM's metrics, over all engines and requests."""
+        try:
+            request = urllib.request.Request(f"{self.url}/metrics", headers=self._headers)
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        except (OSError, ValueError):
+            return []
+        if not (rounds := _ROUNDS.findall(text)):
+            return []
+        counts = {0: sum(map(float, rounds))}
+        for position, accepted in _ACCEPTED.findall(text):
+            counts[int(position) + 1] = counts.get(int(position) + 1, 0.0) + float(accepted)
+        return [counts.get(i, 0.0) for i in range(max(counts) + 1)]
 
     def _request(self, turn: Turn) -> bytes:
         content: Any = turn.prompt

@@ -31,6 +31,16 @@ def gaps(turns: list[Turn]) -> np.ndarray:
     return np.concatenate([np.diff(turn.events) for turn in turns])
 
 
+def draft_figures(before: list[float], after: list[float]) -> dict[str, Any]:
+    """What was accepted between two `Client.draft_counts`: by position, the share of rounds. {} without rounds."""
+    before = before + [0.0] * (len(after) - len(before))
+    rounds, *accepted = [b - a for a, b in zip(before, after, strict=False)] or [0.0]
+    if rounds <= 0:
+        return {}
+    shares = [count / rounds for count in accepted if count]
+    return {"rounds": rounds, "accepted_by_position": shares, "tokens_per_round": 1 + sum(shares)}
+
+
 def figures(turns: list[Turn]) -> dict[str, Any]:
     """The figures of some requests, latencies in milliseconds; without a complete answer only their counts."""
     done = [turn for turn in turns if turn.ended]

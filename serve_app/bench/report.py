@@ -48,6 +48,7 @@ def report(about: dict[str, Any], levels: list[dict[str, Any]]) -> str:
     shown = [level for level in levels if level["requests"]]
     if len(shown) > 1:
         parts.append(_plot(shown))
+    parts.append([line for level in levels for line in _drafts(level)])
     if errors := [level for level in levels if level["errors"]]:
         parts.append([f"{level['name']}: {level['errors']} errors, first: {level['first_error']}" for level in errors])
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -69,6 +70,14 @@ def _one(level: dict[str, Any]) -> list[str]:
         values = level.get(name, {})
         lines.append(f"{label:<30}" + "".join(f"{_number(values.get(key)):>10}" for key in _STATISTICS))
     return lines
+
+
+def _drafts(level: dict[str, Any]) -> list[str]:
+    if "rounds" not in level:
+        return []
+    shares = ", ".join(f"{share:.1%}" for share in level["accepted_by_position"]) or "none"
+    rounds = f"{level['tokens_per_round']:.2f} tokens a round"
+    return [f"{level['name']}: draft tokens accepted by position: {shares}; {rounds}, by the server's metrics"]
 
 
 def _several(levels: list[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Self
 
 from starlette.types import Scope
 
-from runtime.base.types import Request, RequestOutput
+from runtime.base.reports import Verified, all_of
+from runtime.base.types import MAX_DRAFT_TOKENS, Request, RequestOutput
 from serve_app.http.auth import path_within
 
 
@@ -56,6 +57,8 @@ class ChoiceStats:
     last_at: float = 0.0
     reason: str = "abort"  # why it ended; "abort" unless another reason is set
     refusal: str = ""  # why the engines refused it
+    num_drafts: int = 0  # steps that verified draft tokens
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # accepted draft tokens by position
 
     def moved_to(self, engine: str) -> None:
         self.engine = engine
@@ -68,6 +71,10 @@ class ChoiceStats:
             self.first_at, self.num_cached = output.first_sampled_at or output.sampled_at, output.num_cached
             self.queued_s, self.prefill_s = output.queued_s, output.prefill_s
             self.num_expected = output.num_expected
+        for verified in all_of(output.reports, Verified):
+            self.num_drafts += 1
+            for position in range(verified.num_accepted):
+                self.accepted[position] += 1
         self.num_output += len(output.token_ids)
         self.last_at = output.sampled_at
 

@@ -43,6 +43,9 @@ class RequestLines:
             "cached_tokens": sum(choice.num_cached for choice in choices),
             "output_tokens": sum(choice.num_output for choice in choices),
         }
+        if num_drafts := sum(choice.num_drafts for choice in choices):
+            by_position = map(sum, zip(*(choice.accepted for choice in choices), strict=True))
+            fields |= {"drafts": num_drafts, "accepted": ",".join(str(n) for n in by_position if n) or "0"}
         if first is not None:
             fields |= {
                 "queue_s": f"{first.queued_s:.4f}",

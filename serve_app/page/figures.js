@@ -138,7 +138,14 @@ export const FIGURES = [
       const [rounds, guessed, accepted] = names.map(name => now.since(from, name));
       if (!guessed) return draft ? { value: 0, text: '–', caption: `${draft}: no guesses yet` } : null;
       const gain = (1 + accepted / rounds).toFixed(1);
-      const caption = `of ${guessed} guesses${draft ? ` of ${draft}` : ''} were right: ${gain} tokens a step`;
+      const byPosition = [];
+      for (let right = 1; right; ) {
+        const position = String(byPosition.length);
+        right = now.since(from, 'vllm:spec_decode_num_accepted_tokens_per_pos_total', { position });
+        if (right) byPosition.push(share(right / rounds));
+      }
+      const places = byPosition.length ? `; by position ${byPosition.join(', ')}` : '';
+      const caption = `of ${guessed} guesses${draft ? ` of ${draft}` : ''} were right: ${gain} tokens a step${places}`;
       return { value: accepted / guessed, text: share(accepted / guessed), caption };
     },
   },

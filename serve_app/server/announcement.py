@@ -21,7 +21,12 @@ def announcement(models: Sequence[ModelSettings], url: str) -> list[str]:
     name = models[0].names[0]
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "temperature": 0, "stream": True})
+    pinned = [model.names[0] for model in models if model.config.pinned_acceptance is not None]
     return [
+        *(
+            f"pinned_acceptance is set: the tokens of {name} are not the model's. It is for benchmarks."
+            for name in pinned
+        ),
         f"Callboard serves {', '.join(map(_described, models))} at {url}/v1",
         f"Chat: {url}/   API: {url}/v1   Ctrl-C stops",
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",

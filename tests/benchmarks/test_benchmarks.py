@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.drafts import ngram
 from benchmarks.engine.profile_step import by_name
 from benchmarks.library.history import markdown, pasts
 from benchmarks.library.models import CONFIGS, spec_of
@@ -38,7 +39,16 @@ for module, *arguments in json.loads(sys.argv[1]):
 @pytest.mark.thorough
 def test_ngram():
     lines = run(["drafts.ngram", "--repeats", "1", "--tokens", "3"]).splitlines()
-    assert [line.count("|") for line in lines] == [7] * 8
+    assert [line.count("|") for line in lines] == [7] * 10
+
+
+def test_replayed_edits_are_drafted():
+    """Characters stand for tokens."""
+    pairs = [([*map(ord, prompt)], [*map(ord, output)]) for prompt, output in ngram.edits(100)]
+    rate, speed, right, drafted, _ = ngram.replay(pairs, 15)
+    assert rate > 5
+    assert speed > 2
+    assert 0.9 < right / drafted < 1
 
 
 @pytest.mark.parametrize(

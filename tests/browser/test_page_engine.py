@@ -51,6 +51,11 @@ vllm:request_queue_time_seconds_count{engine="1"} 10
 vllm:spec_decode_num_drafts_total{engine="1"} 100
 vllm:spec_decode_num_draft_tokens_total{engine="1"} 400
 vllm:spec_decode_num_accepted_tokens_total{engine="1"} 300
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 90
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 80
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="2"} 70
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="3"} 60
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="4"} 0
 callboard:kv_tier_used_bytes{engine="1"} 3435973837
 callboard:kv_tier_used_bytes{engine="2"} 3435973837
 callboard:kv_tier_size_bytes{engine="1"} 68719476736
@@ -121,7 +126,8 @@ def test_the_view_explains_its_figures(visit, server):
     assert card("waiting") == "1, the last 10 waited 500 ms on average"
     assert card("kv") == "95 %, of the fullest engine, 4 places given up so far"
     assert card("prefix") == "63 %, of 1000 prompt tokens were known"
-    assert card("draft") == "75 %, of 400 guesses were right: 4.0 tokens a step"
+    by_position = "by position 90 %, 80 %, 70 %, 60 %"
+    assert card("draft") == f"75 %, of 400 guesses were right: 4.0 tokens a step; {by_position}"
     assert card("tier") == "3.2 GiB, of 64 GiB, 1 damaged entry left out"
     assert card("tier-hits") == "125K, 9.5 s of computing saved since the start, 2 loads under way"
     assert card("grammars") == "2, of 5 wait for theirs"

@@ -10,7 +10,6 @@ from benchmarks.library.models import eagle3_head
 from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
-from runtime.base.model.head_spec import HeadSpec
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.core.plan import DEVICE_DRAFT, StepPlan, StepResult
@@ -18,22 +17,31 @@ from runtime.models.heads.mtp import mtp_spec
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.kernels.triton_engine import SPEC
+from tests.support.models.headed_runner import assistant_of
 from tests.support.models.runner_driver import GREEDY, Driver
+from tests.support.models.specs import changed
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
-HEADS = {"mtp": mtp_spec(SPEC), "eagle3": replace(eagle3_head(SPEC, 60), taps=(0, 1, 2))}
+SLIDING = changed(SPEC, vocab_size=132, window=(20, 0), v_norm=True)  # which assistants read
+HEADS = {  # each with its target
+    "mtp": (SPEC, mtp_spec(SPEC)),
+    "eagle3": (SPEC, replace(eagle3_head(SPEC, 60), taps=(0, 1, 2))),
+    "assistant": (SLIDING, assistant_of(SLIDING)),
+    "centroids": (SLIDING, assistant_of(SLIDING, centroids=12, best=3)),
+}
 HOT = SamplingParams(max_tokens=40, temperature=0.9, top_k=20)
 SAMPLING = [GREEDY, HOT, SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.3)]
 
 
-def headed_runner(head: HeadSpec | None, **config) -> ModelRunner:
+def headed_runner(name: str, has_head: bool = True, **config) -> ModelRunner:
+    spec, head = HEADS[name]
     own = {"device": "cuda", "num_kv_blocks": 300, "max_num_seqs": 16, "max_model_len": 256, "num_draft_tokens": 3}
-    own |= {"draft": None if head is None else "mtp", "dtype": "float32"}
-    return build_runner(EngineConfig(**own | config), DummySource(SPEC, draft_head=head))
+    own |= {"draft": "mtp" if has_head else None, "dtype": "float32"}
+    return build_runner(EngineConfig(**own | config), DummySource(spec, draft_head=head))
 
 
 def tokens_of(runner: ModelRunner) -> tuple[dict[str, list[int]], int]:
@@ -54,8 +62,8 @@ def tokens_of(runner: ModelRunner) -> tuple[dict[str, list[int]], int]:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_changes_no_token(head):
-    want, _ = tokens_of(headed_runner(None, deterministic=True))
-    got, most = tokens_of(headed_runner(HEADS[head], deterministic=True))
+    want, _ = tokens_of(headed_runner(head, has_head=False, deterministic=True))
+    got, most = tokens_of(headed_runner(head, deterministic=True))
     assert got == want
     assert most >= 1
 
@@ -89,7 +97,7 @@ def rounds(runner: ModelRunner, count: int = 6) -> list[list[int]]:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_graphs_draft_as_launched_kernels(head):
-    runner = headed_runner(HEADS[head], deterministic=True)
+    runner = headed_runner(head, deterministic=True)
     assert runner.steps.head.graphs, "the head has graphs"
     with_graphs = rounds(runner)
     runner.steps.head.graphs.clear()
@@ -100,7 +108,7 @@ def test_graphs_draft_as_launched_kernels(head):
 
 
 def test_a_head_that_is_not_finite_drafts_nothing():
-    runner = headed_runner(HEADS["mtp"], deterministic=True)
+    runner = headed_runner("mtp", deterministic=True)
     want = [ids[: 3 if len(ids) == 3 else 12] for ids in rounds(runner)]
     with torch.inference_mode():
         runner.steps.head.head.fc.weight.fill_(torch.nan)
@@ -112,12 +120,12 @@ def test_a_head_that_is_not_finite_drafts_nothing():
 
 def test_pinned_drafts_are_accepted_by_position():
     """Every draft token is accepted with a mean of 4 tokens a round: a perfect head."""
-    runner = headed_runner(HEADS["mtp"], pinned_acceptance=4.0)
+    runner = headed_runner("mtp", pinned_acceptance=4.0)
     for ids in rounds(runner)[1:]:
         samples, drafts = np.array(ids[:12]).reshape(3, 4), np.array(ids[12:]).reshape(3, 3)
         assert (samples[:, :3] == drafts).all()
 
 
 def test_an_empty_plan_needs_no_head():
-    runner = headed_runner(HEADS["mtp"])
+    runner = headed_runner("mtp")
     assert not len(runner.execute(StepPlan(0)).token_ids)

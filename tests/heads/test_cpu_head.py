@@ -11,13 +11,14 @@ from runtime.assembly.engine import build_engine
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.core.plan import DEVICE_DRAFT, StepPlan, Transfers
+from runtime.models.mixers.attention import AttentionMixer
 from runtime.policy.admission import Admission
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.head_drafter import HeadDrafter
 from runtime.worker.heads.head_rows import accepted_samples, extend_rows
 from runtime.worker.warmup import WarmUp
 from tests.support.engine.fake_runner import FixedShare
-from tests.support.models.headed_runner import Rounds, headed_runner
+from tests.support.models.headed_runner import Rounds, assistant_of, headed_runner
 from tests.support.models.runner_driver import GREEDY
 from tests.support.models.specs import TINY, changed
 
@@ -29,6 +30,8 @@ ALL = SamplingParams(
 PARAMS = [GREEDY, HOT, ALL]
 TIGHT = {"num_kv_blocks": 34, "max_model_len": 106, "max_num_batched_tokens": 11, "max_num_seqs": 6, "block_size": 8}
 MAX_LEN = 96
+SLIDING = changed(TINY, num_layers=4, vocab_size=132, window=(24, 0), qk_norm="head", v_norm=True)
+ASSISTED = {"spec": SLIDING, "head_of": assistant_of}
 WINDOWS = changed(TINY, num_layers=4, window=(24, 0, 0, 0))  # the head's layer is in one group of several
 
 
@@ -63,20 +66,25 @@ def answers(model, count, most=None):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("head", [{}, ASSISTED], ids=["mtp", "assistant"])
 @pytest.mark.parametrize("config", [{"max_num_seqs": 1}, {}, TIGHT], ids=["alone", "burst", "tight"])
-def test_a_random_head_changes_no_token(config):
-    model, count = runner(**config), 3 if config == {"max_num_seqs": 1} else 24
+def test_a_random_head_changes_no_token(config, head):
+    more = {"num_kv_blocks": 70} if config is TIGHT and head else {}
+    model, count = runner(**config | head | more), 3 if config == {"max_num_seqs": 1} else 24
     want, preemptions = answers(model, count)
     assert preemptions > 0 or config is not TIGHT
     for most in (2, 7):
         assert answers(model, count, most)[0] == want, most
 
 
-def test_a_model_without_the_head_makes_the_same_tokens():
-    plain = headed_runner(block_size=16, max_model_len=MAX_LEN, deterministic=True, kernel_backend="torch", draft=None)
+@pytest.mark.parametrize("head", [{}, ASSISTED], ids=["mtp", "assistant"])
+def test_a_model_without_the_head_makes_the_same_tokens(head):
+    plain, headed = runner(draft=None, **head), runner(**head)
     assert plain.info.head is None
-    assert plain.info.fingerprint != runner().info.fingerprint, "cached blocks lack the head's entries"
-    assert answers(plain, 9)[0] == answers(runner(), 9)[0]
+    has_same_blocks = plain.info.fingerprint == headed.info.fingerprint
+    assert has_same_blocks == bool(head), "cached blocks lack the entries of a head that has some"
+    assert (plain.memory.kv_cache.bytes_per_token == headed.memory.kv_cache.bytes_per_token) == bool(head)
+    assert answers(plain, 9)[0] == answers(headed, 9, 3)[0]
 
 
 @pytest.mark.parametrize("spec", [TINY, WINDOWS], ids=["one group", "windows"])
@@ -139,6 +147,26 @@ def test_drafts_come_back_after_many_steps_without():
     again = Rounds(runner())
     again.prefill(0, tokens[:-1], params=HOT, seed=1, prompt_len=5, drafts=3)
     assert again.drafts(0, 3) == drafts
+
+
+def test_steps_without_drafts_only_store():
+    """Without attention and feed-forward layers, they leave the same entries to the bit."""
+    rounds = [Rounds(runner()), Rounds(headed_runner(block_size=16, deterministic=True, kernel_backend="torch"))]
+    for drafts, each in zip((0, 3), rounds, strict=True):
+        compute, seen = AttentionMixer.mix, []
+        layers = each.runner.steps.cache.layers
+
+        def mix(mixer, h, norm, step, cache, seen=seen, own=layers[-1], compute=compute):
+            seen.append(cache is own)
+            return compute(mixer, h, norm, step, cache)
+
+        with mock.patch.object(AttentionMixer, "mix", mix):
+            each.prefill(0, prompt(21), cuts=(9,), params=HOT, seed=1, drafts=drafts)
+            for _ in range(4):
+                each.verify(0, given=0, drafts=drafts)
+        assert any(seen) == (drafts > 0)
+    assert rounds[0].known == rounds[1].known
+    assert torch.equal(rounds[0].entries(0), rounds[1].entries(0))
 
 
 def test_rounds_end_at_the_context():

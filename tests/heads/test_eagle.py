@@ -108,7 +108,9 @@ class Drafting:
         self.shape = AttentionShape(mixer.num_heads, mixer.num_kv_heads, 5, 16, *form)
         self.tables = np.array([[1, 3, 0, 0]], np.int32)
 
-    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, start: int) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, start: int, only_stores: bool = False
+    ) -> torch.Tensor:
         count = len(tokens)
         positions = torch.arange(start, start + count)
         starts, counts, rows = (np.array([n], np.int32) for n in (start, count, 0))
@@ -119,7 +121,7 @@ class Drafting:
         else:
             plan = plan_attention(self.tables, starts, counts, self.shape)
         places = torch.from_numpy(self.tables[0])[positions // 16].long() * 16 + positions % 16
-        batch = ForwardBatch(tokens, positions, [GroupRows(places, plan)])
+        batch = ForwardBatch(tokens, positions, [GroupRows(places, plan)], only_stores=only_stores)
         return self.head.forward(batch, hidden, self.cache.layers).clone()
 
 
@@ -128,7 +130,8 @@ def three_drafts(drafting: Drafting, taps: list[torch.Tensor], tokens: torch.Ten
     head, found = drafting.head, []
     is_eagle3 = head.spec.kind == "eagle3"
     features = head.combined(torch.cat(taps, 1) if is_eagle3 else taps[0])
-    x = drafting.forward(tokens, features, 1)[-1:]
+    drafting.forward(tokens[:9], features[:9], 1, only_stores=True)
+    x = drafting.forward(tokens[9:], features[9:], 10)[-1:]
     for i, token in enumerate(drafts):
         out = torch.empty(1, len(head.spec.decoder.token_ids))
         found.append(head.logits(x, out).clone())

@@ -26,13 +26,15 @@ PENALISED = SamplingParams(max_tokens=60, temperature=0.8, top_k=9, repetition_p
                            logit_bias=((3, 1.5),), min_tokens=9, stop_token_ids=(4, 5))  # fmt: skip
 CASES = [("token", GREEDY), ("token", HOT), ("token", PENALISED), ("feature", GREEDY)]
 NAMES = ["token-greedy", "token-hot", "token-penalised", "feature-greedy"]
+OF_ASSISTANTS = ("token assistant", HOT), ("feature assistant", GREEDY)
+ALL_CASES, ALL_NAMES = [*CASES, *OF_ASSISTANTS], [*NAMES, *(name for name, _ in OF_ASSISTANTS)]
 TIGHT = {"num_kv_blocks": 26, "max_num_batched_tokens": 40, "max_model_len": 128}
 BACKENDS = ["torch", pytest.param("llvm", marks=pytest.mark.skipif(obstacle() != "", reason=obstacle()))]
 
 
 @cache
 def runner(reads: str, backend: str = "torch", **config):
-    return perfect_runner(reads, kernel_backend=backend, block_size=16, **config)
+    return perfect_runner(*reads.split(), kernel_backend=backend, block_size=16, **config)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -40,7 +42,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("reads", "params"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("reads", "params"), ALL_CASES, ids=ALL_NAMES)
 def test_each_position_is_accepted(reads, params, backend):
     """In batches with prompts, and after chunks that end anywhere."""
     rounds = Rounds(runner(reads, backend))
@@ -75,6 +77,24 @@ def test_drafts_after_a_prefix_hit_are_accepted(reads, params):
 
 
 @pytest.mark.parametrize(("reads", "params"), CASES, ids=NAMES)
+def test_drafts_after_200_steps_without_are_accepted(reads, params):
+    model, params = runner(reads, max_model_len=256), replace(params, max_tokens=240, stop_token_ids=())
+    model.reset()
+    speculation = Speculation(HeadDrafter(model.info.head), 0, ((1, 1.0),), 0.0)
+    core = build_engine(model.config, model.info, InProcess(model), speculation)
+    core.add(Request("0", prompt(9), 9, params, seed=1))
+    for _ in range(200):
+        core.step()
+    assert core.scheduler.stats.drafts == 0
+    speculation._fixed = 3
+    while core.has_work:
+        core.step()
+    stats = core.scheduler.stats
+    assert stats.drafts >= 8
+    assert stats.accepted_draft_tokens == stats.draft_tokens
+
+
+@pytest.mark.parametrize(("reads", "params"), ALL_CASES, ids=ALL_NAMES)
 @pytest.mark.parametrize(("num_requests", "config"), [(1, {}), (12, {}), (12, TIGHT)], ids=["alone", "burst", "tight"])
 def test_an_engine_accepts_all(reads, params, num_requests, config):
     """Also after preemptions, which free blocks and read them again."""

@@ -13,6 +13,7 @@ from runtime.assembly.engine import build_engine
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import InProcess
 from runtime.policy.admission import Admission
+from runtime.speculation.acceptance import Acceptance
 from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation
 from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
@@ -182,24 +183,36 @@ class Constant(Drafter):
         pass
 
 
+def choosing(drafter, rate, step_us, latency_us):
+    """A policy without a clock. All its rates are the same."""
+    speculation = Speculation(drafter, None, step_us, latency_us)
+    speculation.acceptance[0].rates = [rate] * 15
+    return speculation
+
+
+def states(count):
+    return [type("State", (), {"max_len": 1000, "num_total": 50})() for _ in range(count)]
+
+
 def test_the_count_follows_acceptance_and_cost():
-    cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
-    counts = []
-    for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
-        cheap.choose_k(1, acceptance)
+    counts, (state,) = [], states(1)
+    for rate in (0.0, 0.2, 0.5, 0.8, 0.99):
+        cheap = choosing(Constant(), rate, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
+        cheap.choose_k([state])
         counts.append(cheap.round_count)
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == 7, "and the known token make eight rows"
-    state = type("State", (), {"max_len": 100, "num_total": 50})()
-    cheap._acceptance[state] = 0.5
+    cheap.acceptance[0].rates = [0.5] * 15
+    cheap.acceptance[0].chances()
     assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
     state.max_len = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
-    cheap.choose_k(256, 0.8)
+    cheap.acceptance[0].rates = [0.8] * 15
+    cheap.choose_k(states(256))
     assert cheap.round_count == 0, "a large batch does not gain"
-    slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
-    slow.choose_k(1, 0.8)
+    slow = choosing(Constant(), 0.8, ((1, 100.0), (8, 110.0)), 1000.0)
+    slow.choose_k([state])
     assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
 
 
@@ -208,32 +221,46 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
         def step_us(self, num_rows):
             return 730.0
 
-    speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
-    speculation.acceptance = 0.8
-    state = type("State", (), {"max_len": 1000, "num_total": 50})()
+    speculation, (state,) = choosing(Costly(), 0.8, ((1, 3700.0), (8, 4000.0)), 2200.0), states(1)
+    for _ in range(1000):
+        speculation.acceptance[0].record(state, 0, True)
+    speculation.acceptance[0].rates = [0.8] * 15
 
     def is_guessed_for():
-        speculation.choose_k(1, speculation._mean_acceptance([state]))
+        speculation.choose_k([state])
         return speculation.round_count > 0
 
     assert is_guessed_for()
     while is_guessed_for():
-        speculation.record(state, False)
+        speculation.on_verified(state, 0, True)
     assert any(is_guessed_for() for _ in range(100))
 
 
 def test_a_request_that_rests_alone_is_tried_again():
     """Rounds go on for its batch, because one more row is free here."""
-    speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
-    good, bad = (type("State", (), {"max_len": 1000, "num_total": 50})() for _ in range(2))
-    speculation._acceptance.update({good: 0.9, bad: 0.01})
+    speculation, (good, bad) = choosing(Constant(), 0.5, ((1, 100.0), (64, 100.0)), 0.0), states(2)
+    speculation.acceptance[0]._offsets.update({good: 0.4, bad: -0.5})
     counts = []
     for _ in range(100):
-        speculation.choose_k(2, speculation._mean_acceptance([good, bad]))
+        speculation.choose_k([good, bad])
         assert speculation.round_count > 0
         counts.append(speculation._count(bad))
     assert counts[0] == 0
     assert counts[-1] > 0
+
+
+def test_rates_are_learned_by_position():
+    acceptance, (state, other) = Acceptance(0.7), states(2)
+    for _ in range(300):
+        for position, right in ((0, True), (1, True), (2, False)):
+            acceptance.record(state, position, right)
+    assert [round(chance, 1) for chance in acceptance.chances()[:4]] == [1.0, 1.0, 0.0, 0.7]
+    assert acceptance.num_likely(other) == 2, "a new request has what others have shown"
+    for _ in range(50):
+        acceptance.record(other, 0, False)
+    assert acceptance.chances([other])[0] < acceptance.chances([state])[0] - 0.3
+    acceptance.forget(other)
+    assert acceptance.chances([other]) == acceptance.chances()
 
 
 def test_a_prediction_changes_no_token_and_is_guessed():
@@ -258,19 +285,19 @@ def test_ngram_looks_up_the_next_tokens():
     ngram = Ngram()
     assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
     ngram.forget(state([0]))
-    assert ngram.guess(state([9, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1], "a repetition runs on into its own guesses"
+    assert ngram.guess(state([9, 1, 2, 1, 2, 1]), 5) == [2, 1, 2, 1, 2], "a repetition runs on into its own guesses"
     ngram.forget(state([0]))
-    assert ngram.guess(state([1, 2, 3]), 4) == []
+    assert ngram.guess(state([1, 2, 3]), 4) is None
     known = state([5, 6, 7, 8, 1, 1])
     ngram.forget(known)
-    assert ngram.guess(known, 2) == []
+    assert ngram.guess(known, 2) is None
     known.tokens.extend([5, 6])
     assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
     ngram.forget(known)
     known = state([1, 2], prediction=(3, 4, 5, 6, 7))
     assert ngram.guess(known, 3) == [3, 4, 5], "an output begins as it is predicted to"
     known.tokens.extend([3, 9])
-    assert ngram.guess(known, 3) == []
+    assert ngram.guess(known, 3) is None
     known.tokens.extend([4, 5])
     assert ngram.guess(known, 2) == [6, 7], "and is found again after it went another way"
 
@@ -278,10 +305,11 @@ def test_ngram_looks_up_the_next_tokens():
 def test_the_true_cost_of_rounds_is_learned():
     """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
     now = [0.0]
-    speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
+    speculation = Speculation(Constant(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
+    speculation.acceptance[0].rates = [0.8] * 15
 
     def step(rows, round_us, plain_us):
-        speculation.choose_k(rows, 0.8)
+        speculation.choose_k(states(rows))
         count = speculation.round_count
         now[0] += (round_us if count else plain_us) / 1e6
         speculation.observe_step(DecodeShape(rows, rows * (1 + count), count))
@@ -304,8 +332,10 @@ def test_steps_beside_a_busy_draft_are_not_measured():
 
     now = [0.0]
     speculation = Speculation(Busy(), None, ((1, 3700.0), (64, 5100.0), (128, 6100.0)), 5000.0, lambda: now[0])
+    speculation.acceptance[0].rates = [0.8] * 15
     for _ in range(100):
-        speculation.choose_k(64, 0.8)
-        assert speculation.round_count == 0
+        speculation.choose_k(states(64))
+        assert speculation._best == 0
         now[0] += 0.02
         speculation.observe_step(DecodeShape(64, 64, 0))
+    assert speculation.stats()["step_overhead_us"] == 0

@@ -36,6 +36,12 @@ def test_the_draft_and_the_adapters_are_named():
     assert first == f"Callboard serves m (draft: ngram) with the adapters x, y at {URL}/v1"
 
 
+def test_tokens_of_pinned_acceptance_are_disowned():
+    first, second, *_ = announcement(models((EngineConfig("m", draft="mtp", pinned_acceptance=2.0), ())), URL)
+    assert first == "pinned_acceptance is set: the tokens of m are not the model's. It is for benchmarks."
+    assert second.startswith("Callboard serves m ")
+
+
 def test_several_models_are_named():
     first, *_ = announcement(models((EngineConfig("m"), ()), (EngineConfig("n"), ("x", "y"))), URL)
     assert first == f"Callboard serves m, x at {URL}/v1"

@@ -17,7 +17,7 @@ from PIL import Image
 from runtime.base.types import CallboardError
 from serve_app import cli
 from serve_app.bench.client import Client, Turn
-from serve_app.bench.figures import distribution, figures
+from serve_app.bench.figures import distribution, draft_figures, figures
 from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import WORDS, prompts_of, single_tokens
 from serve_app.bench.report import draw, report
@@ -228,6 +228,32 @@ async def test_one_level_has_a_table_of_latencies(capsys):
     assert "prompts of 8 tokens (counted by the server's tokenizer)" in out
     for row in ("output tokens/s", "time to first token (TTFT)", "inter-token latency (ITL)", "end-to-end latency"):
         assert row in out
+
+
+METRICS = """vllm:spec_decode_num_drafts_total{engine="1"} 1N
+vllm:spec_decode_num_drafts_total{engine="2"} N
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} N
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="2",position="0"} N
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} N
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="2"} 0
+"""
+
+
+async def test_acceptance_is_shown_by_position(capsys, tmp_path: Path):
+    """Without the rounds before the load."""
+    argv = "--requests", "4", "--concurrency", "1", "2", "--output", str(tmp_path / "bench.json")
+    async with PacedServer(metrics=METRICS) as server:
+        assert await asyncio.to_thread(run, server, *argv) == 0
+    out = capsys.readouterr().out
+    for level in (1, 2):
+        assert f"concurrency {level}: draft tokens accepted by position: 100.0%, 50.0%; 2.50 tokens a round" in out
+    first, _ = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert (first["rounds"], first["accepted_by_position"]) == (8, [1.0, 0.5])
+
+
+def test_a_server_without_rounds_shows_no_acceptance():
+    assert draft_figures([], []) == draft_figures([5.0, 3.0], [5.0, 3.0]) == {}
+    assert draft_figures([], [4.0, 0.0]) == {"rounds": 4.0, "accepted_by_position": [], "tokens_per_round": 1.0}
 
 
 async def test_pictures_precede_each_prompt(capsys):

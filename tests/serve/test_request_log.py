@@ -8,9 +8,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.base.reports import Verified
+from runtime.base.types import Request, RequestOutput, SamplingParams
 from serve_app.application import build_http_app
+from serve_app.observability.context import ChoiceStats, RequestContext
 from serve_app.observability.line_pipe import PipeWriter, RequestPipe, opened_pipe
-from serve_app.observability.request_line import quoted
+from serve_app.observability.request_line import RequestLines, quoted
 from serve_app.service.service import Service
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
@@ -38,6 +41,16 @@ async def test_an_unknown_field_is_in_the_line(client):
     assert " ignored_fields=temprature" in line
     assert " method=POST path=/v1/completions model=m status=200 finish_reason=length prompt_tokens=8 " in line
     assert "secret" not in line
+
+
+def test_a_line_has_accepted_draft_tokens_by_position():
+    lines: list[str] = []
+    choices = [ChoiceStats(Request("r", [1, 2], 2, SamplingParams())) for _ in range(2)]
+    for choice, accepted in zip(choices, ((3, 1), (2, 0)), strict=True):
+        reports = [Verified(0, 3, n) for n in accepted]
+        choice.note(RequestOutput("r", [7] * 5, sampled_at=1.0, reports=reports))
+    RequestLines("m", lines.append)("r", RequestContext(), choices, 200)
+    assert " output_tokens=10 drafts=4 accepted=3,2,1 queue_s=" in lines[0]
 
 
 async def test_a_refused_request_has_its_reason_in_the_line(client):

@@ -13,8 +13,8 @@ import torch
 
 from runtime.tier import pinning
 from runtime.tier.gpu_copies import GpuCopier
-from runtime.tier.pages import map_file
 from runtime.tier.pinning import Pinned
+from runtime.tier.region_files import map_file
 from tests.support.engine.tier_copies import SPECS, CopiedCache
 from tests.triton import INTERPRETING
 

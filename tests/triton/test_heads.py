@@ -21,6 +21,7 @@ from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from runtime.worker.warmup import WarmUp
 from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
+from tests.support.models.headed_runner import assistant_of
 from tests.support.models.runner_driver import GREEDY, Driver
 from tests.support.models.specs import changed
 
@@ -30,14 +31,21 @@ PENALISED = SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.
 MAX_LEN = 96
 
 
-HEADS = {"mtp": mtp_spec(SPEC), "eagle3": replace(eagle3_head(SPEC, 60), taps=(0, 1, 1))}
+SLIDING = changed(SPEC, num_layers=2, vocab_size=132, window=(20, 0), v_norm=True)  # which assistants read
+HEADS = {  # each with its target
+    "mtp": (SPEC, mtp_spec(SPEC)),
+    "eagle3": (SPEC, replace(eagle3_head(SPEC, 60), taps=(0, 1, 1))),
+    "assistant": (SLIDING, assistant_of(SLIDING)),
+    "centroids": (SLIDING, assistant_of(SLIDING, centroids=12, best=3)),
+}
 
 
 def headed_runner(backend: str, head: str = "mtp", **config) -> ModelRunner:
     own = {"device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 4, "max_model_len": MAX_LEN, "num_threads": 1}
     own |= {"dtype": "float32", "draft": "mtp", "max_num_batched_tokens": 96, "kernel_backend": backend}
+    spec, draft_head = HEADS[head]
     with mock.patch.object(WarmUp, "build_kernels"), mock.patch.object(ModelRunner, "_time_steps"):
-        return build_runner(EngineConfig(**own | config), DummySource(SPEC, draft_head=HEADS[head]))
+        return build_runner(EngineConfig(**own | config), DummySource(spec, draft_head=draft_head))
 
 
 @pytest.fixture(scope="module", params=["mtp"])
@@ -130,6 +138,15 @@ def test_rounds_of_a_head_with_taps_and_ids_of_its_own(runners):
     check(runners, several_rounds, ((1, 1), (4, 1), (4, 3)))
 
 
+@pytest.mark.parametrize("runners", ["assistant", "centroids"], indirect=True)
+@pytest.mark.parametrize("graphs", [(), ((1, 1), (1, 4), (2, 2), (4, 1), (4, 3))])
+def test_rounds_of_assistants(runners, graphs):
+    kept = check(runners, several_rounds, graphs)
+    assert sum(min(entry) >= 0 for entry in kept if isinstance(entry, list) and len(entry) > 4) > 4
+    check(runners, to_the_context, graphs)
+    assert not runners[1].steps.head.features.values.numel()
+
+
 def test_penalties_count_draft_tokens(runners):
     check(runners, partial(several_rounds, params=(PENALISED, PENALISED)), ((4, 1), (4, 3)))
 
@@ -161,6 +178,13 @@ def test_pinned_acceptance_is_refused_with_deterministic():
         headed_runner("torch", deterministic=True, pinned_acceptance=2.0)
 
 
+def test_pinned_acceptance_needs_a_head_and_is_reported(caplog):
+    with pytest.raises(CallboardError, match="pinned_acceptance needs a draft head"):
+        headed_runner("torch", draft=None, pinned_acceptance=2.0)
+    headed_runner("torch", pinned_acceptance=2.0)
+    assert "tokens are not the model's" in caplog.text
+
+
 def test_a_prefix_hit_continues_with_its_feature(runners):
     def script(rounds: Rounds) -> None:
         first = prompt(40)
@@ -174,14 +198,15 @@ def test_a_prefix_hit_continues_with_its_feature(runners):
     check(runners, script, ((1, 1), (4, 2)))
 
 
-def test_rounds_end_at_the_context(runners):
-    def script(rounds: Rounds) -> None:
-        rounds.prefill(0, prompt(MAX_LEN - 8), drafts=3, params=HOT)
-        while (room := MAX_LEN - 1 - len(rounds.known[0])) >= 0:
-            rounds.verify(0, given=min(3, room), drafts=3)
+def to_the_context(rounds: Rounds) -> None:
+    rounds.prefill(0, prompt(MAX_LEN - 8), drafts=3, params=HOT)
+    while (room := MAX_LEN - 1 - len(rounds.known[0])) >= 0:
+        rounds.verify(0, given=min(3, room), drafts=3)
 
-    check(runners, script)
-    check(runners, script, ((4, 1),))
+
+def test_rounds_end_at_the_context(runners):
+    check(runners, to_the_context)
+    check(runners, to_the_context, ((4, 1),))
 
 
 def test_chunks_of_a_prompt_extend_the_head(runners):

@@ -48,8 +48,11 @@ WEIGHT_MAP = WeightMap(
 )
 
 
-def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec for a text model's config, or for a text part's."""
+def decoder_spec(config: Mapping[str, Any], sources: Mapping[str, int] | None = None) -> DecoderSpec:
+    """The spec for a text model's config, or for a text part's.
+
+    `sources` maps each kind to the layer with the keys and values that the last layers read. By default it is the last
+    one that stores some; a head reads its target's (models/heads/assistant_files.py)."""
     _check(config)
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
     kinds = config["layer_types"] or [
@@ -57,7 +60,8 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     ]
     kinds = [*kinds[: num_layers - 1], "full_attention"]
     own = num_layers - config["num_kv_shared_layers"]  # layers that store keys and values
-    if missing := set(kinds) - set(kinds[:own]):
+    sources = sources or {kind: i for i, kind in enumerate(kinds[:own])}
+    if missing := set(kinds) - set(sources):
         raise CallboardError(
             f"The model's num_kv_shared_layers is {num_layers - own}, so no layer of kind {min(missing)} stores keys "
             "and values."
@@ -87,7 +91,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     for i, kind in enumerate(kinds):
         mixer = sliding if kind == "sliding_attention" else full
         if i >= own:
-            mixer = replace(mixer, kv_source=max(source for source in range(own) if kinds[source] == kind))
+            mixer = replace(mixer, kv_source=sources[kind])
         layers.append(replace(layer, mixer=mixer, ffn=ffn if i < own else wide))
     return gemma.decoder(config, layers)
 

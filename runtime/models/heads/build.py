@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from runtime.base.model.head_spec import HeadSpec
 from runtime.base.types import CallboardError
 from runtime.models.decoder import Decoder
+from runtime.models.heads.assistant import AssistantHead
 from runtime.models.heads.eagle import EagleHead
 from runtime.models.heads.head import DraftHead
 from runtime.models.heads.mtp import MtpHead
@@ -15,7 +16,7 @@ from runtime.models.weights import ReadWeight, draw
 
 # key: HeadSpec.kind. Arguments: the rank's spec, the target, the weights, a request's most positions
 KINDS: dict[str, Callable[[HeadSpec, Decoder, ReadWeight, int], DraftHead]] = {
-    "mtp": MtpHead, "eagle3": EagleHead, "eagle": EagleHead
+    "mtp": MtpHead, "eagle3": EagleHead, "eagle": EagleHead, "assistant": AssistantHead
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 - extend: the target's rows, shifted by one. A position takes its token, and the feature one position earlier.
 - single: one more token a row. It takes the draft token before, and `recycled` in place of a feature.
+
+A head without a cache has only single passes. The first one takes the last sample and the feature before it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class DraftHead(ABC):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of `combined`, `forward` and `recycled`."""
+        """Elements of `combined` and `recycled`."""
         return self.spec.decoder.hidden_size
 
     def combined(self, features: torch.Tensor) -> torch.Tensor:
@@ -34,9 +36,11 @@ class DraftHead(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """[n, hidden_size] from the batch's tokens and `hidden` [n, hidden_size] of the positions before them.
+        """[n, its decoder's hidden size] from the batch's tokens and `hidden` [n, hidden_size] of the positions before.
 
-        Writes the tokens' keys and values into `caches`, one for each layer of the head."""
+        Writes the tokens' keys and values into `caches`, one for each layer of the head. They come from the last
+        layer's input alone. So a pass with `batch.only_stores` ends there, and its result only shows NaNs. A head
+        without a cache gets the positions of the last visible keys."""
 
     @abstractmethod
     def recycled(self, x: torch.Tensor) -> torch.Tensor:

@@ -56,19 +56,27 @@ class AttentionMixer(Mixer):
             ),
         )
 
-    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+    def store(
+        self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(cache, KVLayer)
-        kernels, (kv, scales, group) = self.kernels, cache
-        kv_index, rows = step.batch.groups[group]
+        kv, scales, group = cache
         gate_and_qkv = self.qkv.normed(h, norm, self.eps)
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
-        q = kernels[ROPE_STORE_KV](by_head, step.ropes[self.rope], kv, kv_index, self.heads, scales)
+        kv_index = step.batch.groups[group].kv_index
+        q = self.kernels[ROPE_STORE_KV](by_head, step.ropes[self.rope], kv, kv_index, self.heads, scales)
+        return q, gate_and_qkv
+
+    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+        assert isinstance(cache, KVLayer)
+        q, gate_and_qkv = self.store(h, norm, step, cache)
+        kernels, (kv, scales, group) = self.kernels, cache
         if step.query_scales is not None:
             q.mul_(step.query_scales)
-        mixed = kernels[ATTENTION](q, kv, rows, self.form, scales)
+        mixed = kernels[ATTENTION](q, kv, step.batch.groups[group].attention, self.form, scales)
         if self.gate_width:
             kernels[GATE_OUTPUT](mixed, gate_and_qkv[:, : self.gate_width])
         return mixed

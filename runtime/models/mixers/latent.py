@@ -44,10 +44,11 @@ class LatentMixer(Mixer):
             rope=rope,
         )
 
-    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+    def store(
+        self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(cache, KVLayer)
         spec, (kv, _, group) = self.spec, cache
-        kv_index, rows = step.batch.groups[group]
         q = self.into.normed(h, norm, self.eps)
         if self.into_kv is None:
             q, latents = q[:, : -spec.stored], q[:, -spec.stored :]
@@ -56,8 +57,15 @@ class LatentMixer(Mixer):
         if self.q_up is not None:
             q = self.q_up.normed(q, self.q_norm, spec.norm_eps)
         heads = q.unflatten(1, (-1, spec.head_dim))
+        kv_index = step.batch.groups[group].kv_index
         self.kernels[LATENT_STORE](heads, latents, step.ropes[self.rope], kv, kv_index, self.form)
-        return self.kernels[LATENT_ATTENTION](heads, kv, rows, self.up, spec.score_scale, spec.first_key)
+        return heads, latents
+
+    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+        assert isinstance(cache, KVLayer)
+        heads, _ = self.store(h, norm, step, cache)
+        spec, rows = self.spec, step.batch.groups[cache.group].attention
+        return self.kernels[LATENT_ATTENTION](heads, cache.values, rows, self.up, spec.score_scale, spec.first_key)
 
 
 def _from_latents(spec: LatentSpec, maps: LinearMaps, prefix: str) -> Any:

@@ -48,6 +48,14 @@ class Mixer:
         enter the layer's cache."""
         raise NotImplementedError
 
+    def store(
+        self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first part of attention's `mix`: the step's keys and values enter the cache.
+
+        Returns q by head, and the [num_tokens, ...] that keys and values were made from."""
+        raise NotImplementedError
+
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> Self:
         """This mixer with other maps: `change` gets each one with its fused name."""
         maps = [(field, getattr(self, field), name) for field, name in self.LINEARS]

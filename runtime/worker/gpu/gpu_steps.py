@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from runtime.base.arrays import Int32s
+from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.core.plan import EMPTY, StepPlan, StepResult, joined, last_tokens
 from runtime.models.decoder import Decoder
 from runtime.worker.extras import ImageEncoder, MaskSource, Needs, StepExtra, StepWork
@@ -161,6 +162,8 @@ class GpuSteps(Steps):
         tokens. Graph memory comes from `pool`, a pool of torch's allocator, if given."""
         if pool is not None:
             self.graph_runner.pool = self.adapter_graphs.pool = pool
+        if self.cache.states is not None:
+            row_lens = [length for length in row_lens if length <= MAX_DRAFT_TOKENS + 1]
         shapes: list[DecodeShape | MixedShape] = [*self.graph_runner.decode_shapes(row_lens)]
         shapes += self.graph_runner.prefill_shapes(prefill_tokens)
         self.kernels.allocate_outputs(max(s.num_samples for s in shapes), max(s.num_tokens for s in shapes))

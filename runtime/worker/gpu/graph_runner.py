@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.base.arrays import Int32s
-from runtime.base.types import MAX_DRAFT_TOKENS
+from runtime.base.types import MAX_MATCHED_TOKENS
 from runtime.core.plan import MAX_STEPS, StepPlan
 from runtime.worker.gpu.device_slots import NO_WRITES
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
@@ -274,5 +274,5 @@ def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
 
 def _max_ints_of_a_row(block_size: int) -> int:
     """The most ints that a row has in a graph's input: all draft tokens, and blocks for a plan's steps."""
-    row_len, num_blocks = MAX_DRAFT_TOKENS + 1, 2 + MAX_STEPS // block_size
+    row_len, num_blocks = MAX_MATCHED_TOKENS + 1, 2 + MAX_STEPS // block_size
     return 2 * (2 + row_len) + 3 * num_blocks + 2 + row_len

@@ -128,6 +128,7 @@ class StepKernels:
         count: int,  # tokens in a row; the first `own_counts` are its own
         own_counts: torch.Tensor,
         has_adapters: bool = False,
+        last_keys: torch.Tensor | None = None,  # [num_rows] positions to attend from, in place of the tokens'
     ) -> ForwardBatch:
         """The batch of rows with equal length. Earlier steps have computed their prefixes."""
         size, adapters = len(slots), self.slots.adapters if has_adapters else None
@@ -136,6 +137,8 @@ class StepKernels:
             slots, starts, firsts, self.slots.tokens, self.slots.tables, self.cache.block_size, num_tokens, count,
             None if count == 1 else own_counts, adapters, self.num_groups, self.rope_deltas,
         )  # fmt: skip
+        if last_keys is not None:
+            inputs, starts = (inputs[0], last_keys, *inputs[2:]), last_keys
         max_len, tables = self.slots.max_model_len, self.slots.tables_of_groups[0]
         rows = PagedRows(slots, starts, firsts, tables, size, num_tokens, count, max_len, prefix_ready=True)
         states = StateRows(slots, starts, firsts, self.slots.places, size, num_tokens, count, steps_only=True)

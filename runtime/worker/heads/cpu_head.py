@@ -7,6 +7,9 @@
     single passes                     q+1, q+2 ..   each draft token, with the last pass's result in place of a feature
 
 Entries after q are overwritten: the next extend covers the positions after q again.
+
+A head without a cache (HeadSpec.has_cache) has only single passes. Draft 1 comes from the sample's token at q, with the
+target's feature of q - 1. All passes of a round see the target's keys up to q - 1.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class CpuHead:
         first, num_heads = self.layers[0], head.spec.decoder.num_heads
         assert isinstance(first, KVLayer), "a head has no recurrent states"
         self.shapes = [replace(shape, num_heads=num_heads) for shape in inputs.shapes]
-        sizes = cache.num_blocks, head.hidden_size
+        sizes, self.has_cache = (cache.num_blocks, head.spec.block_width), head.spec.has_cache
         self.features = BlockFeatures(*sizes, decoder.numerics.dtype, cache.device, first.group)
         self.drafts = np.full((num_slots, MAX_DRAFT_TOKENS), -1, np.int32)  # -1 for a draft that is missing
         self.is_new = np.zeros(num_slots, bool)  # slots without a row so far
@@ -95,20 +98,29 @@ class CpuHead:
         plan, head = work.plan, self.head
         assert work.last is not None, "no graphs run on a CPU"
         self.features.forget_loaded(plan, lambda blocks: _upload(blocks, self.features.values))
+        self.drafts[plan.slots[plan.num_samples > 0]] = -1
+        found = None
+        if plan.next_drafts and len(work.slots):
+            found = accepted_samples(plan, draft_token_ids, work.token_ids.cpu().numpy())
+        elif not self.has_cache:
+            return True
         combined = head.combined(self.decoder.normed(work.hidden) if work.taps is None else work.taps.out)
         first = work.last - plan.ends + 1  # index that each row's position 0 would have
+        if found is not None and not self.has_cache:
+            x = combined[_upload(first[found.rows] + found.positions - 1, combined)]
+            self._draft(plan.next_drafts, x, plan.slots[found.rows], found.positions, slots)
+            return True  # nothing that is not finite was stored
         self._keep_features(plan, slots, combined, first)
         extend = extend_rows(plan, self.is_new, self.cache.block_size, self.max_model_len)
         self.is_new[plan.slots] = False
-        self.drafts[plan.slots[plan.num_samples > 0]] = -1
         if not len(extend.rows):
             return True
         step = self._input(extend.plan, slots)
         hidden = self._features_before(extend, slots, combined, first, step.last)
+        step.batch.only_stores = found is None
         x = head.forward(step.batch, hidden, self.layers)
         finite = _is_finite(x)
-        if plan.next_drafts and len(work.slots):
-            found = accepted_samples(plan, draft_token_ids, work.token_ids.cpu().numpy())
+        if found is not None:
             own = np.searchsorted(extend.rows, found.rows)  # a sample has a position, so its row is here
             index = step.last[own] - (extend.plan.ends[own] - 1 - found.positions)
             finite &= self._draft(
@@ -149,18 +161,21 @@ class CpuHead:
         return combined.index_select(0, _upload(index, combined))
 
     def _draft(self, count: int, x: torch.Tensor, rows: Int32s, positions: Int32s, slots: Slots) -> bool:
-        """Draft tokens after the samples at `positions` [n] in slots `rows` [n], from the extend's results `x`
-        [n, hidden_size]. Returns False if a value is not finite."""
-        finite = True
+        """Draft tokens after the samples at `positions` [n] in slots `rows` [n].
+
+        `x` [n, ...] are the extend's results, or without a cache the features before the samples. Returns False if a
+        value is not finite."""
+        finite, samples = True, positions
         for number in range(count):
             positions = positions + 1
             inside = np.flatnonzero(positions < self.max_model_len)
             if len(inside) < len(rows):
-                x, rows, positions = x[_upload(inside, x)], rows[inside], positions[inside]
+                x, rows, positions, samples = x[_upload(inside, x)], rows[inside], positions[inside], samples[inside]
             if not len(rows):
                 break
-            if number:
-                x = self._single(x, rows, positions - 1, slots)
+            if number or not self.has_cache:
+                hidden = self.head.recycled(x) if number else x
+                x = self._single(hidden, rows, positions - 1, samples - 1, slots)
                 finite &= _is_finite(x)
             token_ids = self.inputs.sampler.draft(self._logits(x), rows, positions, slots)
             slots.write_sampled(_upload(rows.astype(np.int64) * self.max_model_len + positions, x), token_ids)
@@ -172,12 +187,19 @@ class CpuHead:
         # Ids outside a draft vocabulary have -inf, and a row with an infinity would count as failed.
         return logits.clamp(min=MASKED_LOGIT) if self.head.spec.num_ids else logits
 
-    def _single(self, x: torch.Tensor, rows: Int32s, positions: Int32s, slots: Slots) -> torch.Tensor:
-        """[n, hidden_size] of one more pass for the tokens at `positions`, from the last pass's results `x`."""
+    def _single(
+        self, hidden: torch.Tensor, rows: Int32s, positions: Int32s, last_keys: Int32s, slots: Slots
+    ) -> torch.Tensor:
+        """One more pass for the tokens at `positions` [n], with `hidden` [n, hidden_size] of the positions before them.
+
+        Without a cache, rows see keys up to `last_keys` [n]."""
         ones = np.ones_like(rows)
-        step = self._input(StepPlan(0, EMPTY, [], EMPTY_TABLE, rows, positions, ones, ones), slots)
-        last = _upload(step.last, x)
-        hidden = self.head.recycled(x)
+        starts = positions if self.has_cache else last_keys
+        step = self._input(StepPlan(0, EMPTY, [], EMPTY_TABLE, rows, starts, ones, ones), slots)
+        last = _upload(step.last, hidden)
+        if not self.has_cache:
+            tokens = slots.flat_tokens[_upload(rows.astype(np.int64) * self.max_model_len + positions, hidden)]
+            step.batch.token_ids.index_copy_(0, last, tokens.long())
         hidden = torch.empty_like(hidden).index_copy_(0, last, hidden)
         return self.head.forward(step.batch, hidden, self.layers).index_select(0, last)
 

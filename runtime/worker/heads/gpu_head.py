@@ -42,10 +42,12 @@ class GpuHead:
         self.layers = self.cache.layers[kernels.decoder.spec.num_layers :]
         first, device = self.layers[0], self.cache.device
         assert isinstance(first, KVLayer), "a head has no recurrent states"
-        self.features = BlockFeatures(self.cache.num_blocks, head.hidden_size, self.dtype, device, first.group)
+        self.has_cache = head.spec.has_cache
+        self.features = BlockFeatures(self.cache.num_blocks, head.spec.block_width, self.dtype, device, first.group)
         self.tables, self.factor = self.slots.tables_of_groups[first.group], self.cache.table_factors[first.group]
         self.places = torch.zeros((4, kernels.max_rows), dtype=torch.int32, device=device)  # kernels/step/draft_rows.py
         self.index = torch.zeros(kernels.max_rows, dtype=torch.int32, device=device)
+        self.last_keys = torch.zeros_like(self.index)  # position of the last key that a row sees, without a cache
         self.hidden = torch.zeros((kernels.max_rows, head.hidden_size), dtype=self.dtype, device=device)
         self.graphs: dict[tuple[DecodeShape, bool] | int, Replayable] = {}  # keys: (shape, drafts), or rows of a pass
         self.transfers = Transfers(device)
@@ -60,7 +62,7 @@ class GpuHead:
 
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
-        self.is_new[new.slot] = True
+        self.is_new[new.slot] = self.has_cache
 
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
@@ -107,6 +109,8 @@ class GpuHead:
         extend = extend_rows(plan, self.is_new, self.cache.block_size, self.slots.max_model_len)
         self.is_new[plan.slots] = False
         drafts = plan.next_drafts > 0 and bool(plan.num_samples.any())
+        if not drafts and not self.has_cache:
+            return
         is_captured = isinstance(shape, DecodeShape) and not extend.continued.any()
         if drafts or not is_captured:
             self.transfers.begin()
@@ -142,20 +146,36 @@ class GpuHead:
         """The extend after a decode graph, which has left its rows, one position further, and its features."""
         kernels, state, n = self.kernels, self.slots, shape.num_rows
         slots, own_counts, sample_slots, starts, *_ = shape.split(self.graph_runner.rows[: shape.num_ints])
-        hidden = self.head.combined(kernels.graph_features[: shape.num_tokens])
-        table = self.tables, self.factor, self.cache.block_size
-        keep_block_ends(hidden, slots, starts, own_counts, *table, self.features.values)
-        x = self.head.forward(kernels.decode_batch(slots, starts, shape.row_len, own_counts), hidden, self.layers)
+        x = self.head.combined(kernels.graph_features[: shape.num_tokens])
+        if self.has_cache:
+            table = self.tables, self.factor, self.cache.block_size
+            keep_block_ends(x, slots, starts, own_counts, *table, self.features.values)
+            batch = kernels.decode_batch(slots, starts, shape.row_len, own_counts)
+            batch.only_stores = not drafts
+            x = self.head.forward(batch, x, self.layers)
         if drafts:
             firsts = kernels.firsts(n, shape.row_len)
             rows = slots, starts, own_counts, sample_slots, firsts
             accept_drafts(*rows, state.tokens, state.drafts, self.places[:, :n], self.index[:n])
-            self._draft(x.index_select(0, self.index[:n]))
+            self._first_draft(x.index_select(0, self.index[:n]))
+
+    def _first_draft(self, x: torch.Tensor) -> None:
+        """Draft after the last samples, from the extend's results; without a cache from the features before them."""
+        if self.has_cache:
+            self._draft(x)
+            return
+        places, n = self.places[:, : len(x)], len(x)
+        places[0] = places[2]
+        torch.clamp(places[3] - 1, min=0, out=places[1])
+        torch.clamp(places[3] - 2, min=0, out=self.last_keys[:n])
+        self.hidden[:n] = x
+        self._single(n)
 
     def _single(self, num_rows: int) -> None:
         """One more draft token for each row."""
         slots, positions = self.places[:2, :num_rows]
-        batch = self.kernels.decode_batch(slots, positions, 1, slots)
+        last_keys = None if self.has_cache else self.last_keys[:num_rows]
+        batch = self.kernels.decode_batch(slots, positions, 1, slots, last_keys=last_keys)
         self._draft(self.head.forward(batch, self.hidden[:num_rows], self.layers))
 
     def _draft(self, x: torch.Tensor) -> None:
@@ -174,17 +194,23 @@ class GpuHead:
         """Launch the extend of a plan's rows. token_offsets describes their `offsets` in `combined`.
 
         Returns the number of rows in the single passes that follow."""
-        self._keep_features(plan, combined, offsets)
+        if self.has_cache:
+            self._keep_features(plan, combined, offsets)
         upload, own, null_slot = self.transfers.upload, extend.plan, self.slots.num_slots
         if not len(own.slots):
             return 1  # rows without a position to write do not sample
-        shape = MixedShape.of(own)
-        hidden = self._features_before(extend, combined, offsets[extend.rows])
-        batch = self.kernels.mixed_batch(shape, upload(shape.pack(own, null_slot)))
-        x = self.head.forward(batch, hidden, self.layers)
+        x = combined
+        if self.has_cache:
+            shape = MixedShape.of(own)
+            hidden = self._features_before(extend, combined, offsets[extend.rows])
+            batch = self.kernels.mixed_batch(shape, upload(shape.pack(own, null_slot)))
+            batch.only_stores = not drafts
+            x = self.head.forward(batch, hidden, self.layers)
         if not drafts:
             return 1
         rows = np.flatnonzero(plan.num_samples)
+        # Results lie one position further than features.
+        first = token_offsets(own)[np.searchsorted(extend.rows, rows)] + 1 if self.has_cache else offsets[rows]
         counts = plan.num_samples[rows]
         sampled = StepPlan(
             0, slots=plan.slots[rows], num_computed=plan.ends[rows] - counts, num_tokens=counts, num_samples=counts
@@ -192,13 +218,13 @@ class GpuHead:
         n = min((key for key in self.graphs if isinstance(key, int) and key >= len(rows)), default=len(rows))
         shape_of_samples = DecodeShape(int(counts.max()), n)
         firsts = np.zeros(n, np.int32)
-        firsts[: len(rows)] = token_offsets(own)[np.searchsorted(extend.rows, rows)] + sampled.num_computed + 1
+        firsts[: len(rows)] = first + sampled.num_computed
         packed = shape_of_samples.pack(sampled, null_slot)
         sent = upload(packed, firsts)
         slots, own_counts, sample_slots, starts, *_ = shape_of_samples.split(sent[: len(packed)])
         given, state = (slots, starts + 1, own_counts, sample_slots, sent[len(packed) :]), self.slots
         accept_drafts(*given, state.tokens, state.drafts, self.places[:, :n], self.index[:n])
-        self._draft(x.index_select(0, self.index[:n]))
+        self._first_draft(x.index_select(0, self.index[:n]))
         return n
 
     def _keep_features(self, plan: StepPlan, combined: torch.Tensor, offsets: Int32s) -> None:
@@ -243,7 +269,7 @@ class GpuHead:
             packed = torch.from_numpy(shape.pack(StepPlan(0), self.slots.num_slots))
             self.graph_runner.rows[: shape.num_ints].copy_(packed)
             is_small = shape.num_rows <= _MOST_ROWS
-            for drafts in (False, True)[: 1 + is_small]:
+            for drafts in (False, True)[not self.has_cache : 1 + is_small]:
                 self.graphs[shape, drafts], _ = self.graph_runner.captured(partial(self._extend, shape, drafts))
             if is_small and shape.num_rows not in self.graphs:
                 single = partial(self._single, shape.num_rows)

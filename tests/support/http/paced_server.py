@@ -29,6 +29,7 @@ class PacedServer:
     end_of_line: bytes = b"\n"
     chunked: bool = True
     api_key: str = ""
+    metrics: str = ""  # the body of /metrics, in which N is the number of completions; without it a 404
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_connections: int = 0
@@ -67,6 +68,9 @@ class PacedServer:
             return self._json(writer, 200, {})
         if path == "/v1/models":
             return self._json(writer, 200, {"data": [{"id": MODEL, "object": "model"}], "object": "list"})
+        if path == "/metrics":
+            text = self.metrics.replace("N", str(len(self.requests)))
+            return self._send(writer, 200 if text else 404, text)
         fields = json.loads(body)
         if path == "/tokenize" and self.has_tokenizer:
             return self._json(writer, 200, {"count": len(fields["prompt"].split())})
@@ -79,7 +83,10 @@ class PacedServer:
         return await self._stream(fields, writer)
 
     def _json(self, writer: asyncio.StreamWriter, status: int, content: dict[str, Any]) -> bool:
-        data = json.dumps(content).encode()
+        return self._send(writer, status, json.dumps(content))
+
+    def _send(self, writer: asyncio.StreamWriter, status: int, text: str) -> bool:
+        data = text.encode()
         head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         return True

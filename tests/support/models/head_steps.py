@@ -28,10 +28,10 @@ def in_float32(**settings) -> Numerics:
 
 
 class HeadDriver:
-    """Runs a model and the head that `--draft mtp` names."""
+    """Runs a model and the head that `--draft` names."""
 
-    def __init__(self, source: ModelSource, communicator: Communicator | None = None) -> None:
-        ranks, self.numerics, found = communicator or OneRank(), in_float32(), source.head("mtp")
+    def __init__(self, source: ModelSource, communicator: Communicator | None = None, draft: str = "mtp") -> None:
+        ranks, self.numerics, found = communicator or OneRank(), in_float32(), source.head(draft)
         assert found is not None
         shard = Shard(ranks.rank, ranks.size)
         self.spec = spec = replace(source.spec, draft_layers=found.spec.layers).of_rank(shard)
@@ -68,18 +68,20 @@ class HeadDriver:
         x = self.decoder.forward(batch, caches)
         return self.decoder.normed(x).clone(), self.decoder.logits(x).clone()
 
-    def extend(self, token_ids: list[int], start: int, hidden: torch.Tensor) -> torch.Tensor:
+    def extend(self, token_ids: list[int], start: int, hidden: torch.Tensor, only_stores: bool = False) -> torch.Tensor:
         """The head's result for tokens, from the hidden states before each."""
-        caches = self.cache.layers[self.spec.num_layers :]
-        return self.head.forward(self.batch(token_ids, start), hidden, caches)
+        caches, batch = self.cache.layers[self.spec.num_layers :], self.batch(token_ids, start)
+        batch.only_stores = only_stores
+        return self.head.forward(batch, hidden, caches)
 
     @torch.inference_mode()
     def drafts(self, token_ids: list[int], sample: int, count: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-        """[count, vocabulary]: logits of draft tokens after a prompt and its sample. `cuts` divide the extend pass."""
+        """[count, vocabulary]: logits of draft tokens after a prompt and its sample. `cuts` divide the extend pass,
+        and only its last part does more than to store."""
         hidden, _ = self.target(token_ids)
         tokens, at = [*token_ids[1:], sample], 0
         for cut in (*cuts, len(tokens)):
-            x = self.extend(tokens[at:cut], at + 1, hidden[at:cut])[-1:]
+            x = self.extend(tokens[at:cut], at + 1, hidden[at:cut], cut < len(tokens))[-1:]
             at = cut
         found = [self.head.logits(x).clone()]
         for i in range(1, count):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -11,8 +13,11 @@ import torch
 from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.core.plan import DEVICE_DRAFT, StepResult
 from runtime.models import weights
+from runtime.models.heads.assistant import POST, PRE, TABLE
+from runtime.models.heads.assistant_files import assistant_spec
 from runtime.models.heads.mtp import mtp_spec
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -22,14 +27,34 @@ from tests.support.models.specs import TINY, changed
 
 NUM_TOKENS = 64
 BIGRAMS = changed(TINY, hidden_size=NUM_TOKENS, vocab_size=NUM_TOKENS)
+SLIDING = changed(BIGRAMS, num_layers=4, window=(24, 0), qk_norm="head", v_norm=True)  # which assistants read
 
 
-def headed_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
-    """A random model with a random head of one layer."""
+def headed_runner(
+    spec: DecoderSpec = TINY, head_of: Callable[[DecoderSpec], HeadSpec] = mtp_spec, **config
+) -> ModelRunner:
+    """A random model with a random head, by default of one layer."""
     own = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 8, "max_model_len": 192, "num_threads": 1}
     own |= {"draft": "mtp", "dtype": "float32"}
     with mock.patch.object(WarmUp, "build_kernels"), mock.patch.object(ModelRunner, "_time_steps"):
-        return build_runner(EngineConfig(**own | config), DummySource(spec, draft_head=mtp_spec(spec)))
+        return build_runner(EngineConfig(**own | config), DummySource(spec, draft_head=head_of(spec)))
+
+
+def assistant_of(target: DecoderSpec, centroids: int = 0, best: int = 1) -> HeadSpec:
+    """An assistant with two layers for a target with a window in some layers and none in others."""
+    mixers = {bool(mixer.window): mixer for mixer in target.attentions.values()}
+    text = {
+        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 64,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "num_attention_heads": mixers[False].num_heads, "num_key_value_heads": mixers[False].num_kv_heads,
+        "head_dim": mixers[True].head_dim,
+        "global_head_dim": mixers[False].head_dim, "sliding_window": mixers[True].window,
+    }  # fmt: skip
+    config = {"text_config": text, "backbone_hidden_size": target.hidden_size}
+    if centroids:
+        config["use_ordered_embeddings"] = True
+        config |= {"num_centroids": centroids, "centroid_intermediate_top_k": best}
+    return assistant_spec(config, target)
 
 
 def bigram_head() -> torch.Tensor:
@@ -40,7 +65,7 @@ def bigram_head() -> torch.Tensor:
     return noise
 
 
-def perfect_runner(reads: str, **config) -> ModelRunner:
+def perfect_runner(reads: str, kind: str = "mtp", **config) -> ModelRunner:
     """A model in which each token depends on the one before alone, with a head that drafts its tokens.
 
     The head reads one half of its input: the `token`, or the `feature`, which yields the best token after the best."""
@@ -49,6 +74,7 @@ def perfect_runner(reads: str, **config) -> ModelRunner:
     after[head.argmax(0), torch.arange(NUM_TOKENS)] = 1.0
     parts = (one, torch.zeros_like(one)) if reads == "token" else (torch.zeros_like(one), after)
     known = {"embed": one, "head": head, "fc.weight": torch.cat(parts, 1)}
+    known |= {PRE: known["fc.weight"], POST: one, TABLE: head}
     draw = weights.random_parameter
 
     def parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -56,10 +82,12 @@ def perfect_runner(reads: str, **config) -> ModelRunner:
             return known[name].clone()
         if name.endswith(("out.weight", "down.weight")):
             return torch.zeros(shape)
-        return torch.ones(shape) if name.endswith("norm") else draw(name, shape, generator)
+        return torch.ones(shape) if name.endswith(("norm", "factor")) else draw(name, shape, generator)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(weights, "random_parameter", parameter))
+        if kind == "assistant":
+            return headed_runner(SLIDING, partial(assistant_of, centroids=8, best=8), **config)
         return headed_runner(BIGRAMS, **config)
 
 

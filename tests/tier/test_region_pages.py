@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.tier import pages
-from runtime.tier.pages import HUGE_BYTES, give_pages, map_file
+from runtime.tier import region_files
+from runtime.tier.region_files import HUGE_BYTES, give_pages, map_file
 
 SIZE = 4 * HUGE_BYTES + 8192  # the last huge page would go beyond the file's end
 
@@ -87,7 +87,7 @@ def test_a_later_mapping_has_huge_pages(file: int):
 
 @pytest.mark.parametrize("huge", [True, False])
 def test_memory_has_pages_without_huge_ones(file: int, huge: bool, monkeypatch):
-    monkeypatch.setattr(pages, "_COLLAPSE", 9999)
+    monkeypatch.setattr(region_files, "_COLLAPSE", 9999)
     memory = map_file(file)
     give_pages(memory.ctypes.data + 4096, 3 * HUGE_BYTES, huge)
     assert os.fstat(file).st_blocks * 512 - 3 * HUGE_BYTES in ((4096,) if huge else (0,))
