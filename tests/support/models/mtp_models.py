@@ -75,9 +75,10 @@ _NEXTN_NAMES = {
 }  # fmt: skip
 
 
-def random_pair(name: str) -> tuple[PreTrainedModel, MtpLayer]:
+def random_pair(name: str, **changes: Any) -> tuple[PreTrainedModel, MtpLayer]:
     """A model of MODELS, and its head, with random weights."""
     kind, config = MODELS[name]
+    config = config | changes
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32).eval()
     last = model.model.layers[-1]
