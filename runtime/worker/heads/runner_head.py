@@ -9,8 +9,11 @@ from runtime.base.model_info import HeadInfo, ModelInfo
 from runtime.base.shard import Shard
 from runtime.base.types import MAX_DRAFT_TOKENS
 from runtime.models.decoder import Decoder
+from runtime.models.heads.find import CheckpointHead
 from runtime.models.heads.head import DraftHead
+from runtime.quant.weight_format import TensorSource
 from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.extras import Take
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.heads.cpu_head import CpuHead, HeadInputs
 from runtime.worker.heads.gpu_head import GpuHead
@@ -22,6 +25,7 @@ class RunnerHead:
     """One rank's share of a head."""
 
     head: DraftHead  # set by `load`
+    _in_steps: CpuHead | GpuHead  # set by `for_steps`
 
     @classmethod
     def of(cls, config: EngineConfig, source: ModelSource, shard: Shard) -> RunnerHead | None:
@@ -33,9 +37,15 @@ class RunnerHead:
         self._source, self.whole = source, source.spec
         self.spec, self.fingerprint = source.spec.for_rank(shard), source.fingerprint
 
-    def load(self, decoder: Decoder, num_positions: int) -> None:
-        """Read the weights, after the decoder's."""
-        self.head = self._source.load(decoder, self.spec, num_positions)
+    def load(self, decoder: Decoder, num_positions: int, updated: TensorSource | None = None) -> None:
+        """Read the weights, after the decoder's. `updated` has the checkpoint's tensors with updates over them."""
+        self.head = self._source.load(decoder, self.spec, num_positions, updated)
+        self._sizes = decoder, self.spec, num_positions
+
+    def read_weights(self, updated: TensorSource, take: Take) -> None:
+        """Read the weights again, after an update that brings some."""
+        assert isinstance(self._source, CheckpointHead), "others have no tensors in the checkpoint"
+        self.head = self._in_steps.head = take(self.head, self._source.read(*self._sizes, updated))
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the head."""
@@ -43,6 +53,10 @@ class RunnerHead:
 
     def for_steps(self, steps: Steps) -> CpuHead | GpuHead:
         """The object that drafts in these steps."""
+        self._in_steps = self._new(steps)
+        return self._in_steps
+
+    def _new(self, steps: Steps) -> CpuHead | GpuHead:
         if isinstance(steps, GpuSteps):
             return GpuHead(self.head, steps.kernels, steps.graph_runner)
         assert isinstance(steps, CpuSteps)
