@@ -25,7 +25,7 @@ from tests.support.engine.fake_runner import FixedShare
 from tests.support.models.family_cases import random_model
 from tests.support.models.headed_files import bring_near
 from tests.support.models.mtp_models import head_beside, head_tensors, write_model
-from tests.support.models.specs import changed, dense_spec
+from tests.support.models.specs import dense_spec
 from tests.support.models.tiny_images import span_of, tiny_tower
 from tests.support.models.tower_cases import CASES, IMAGE
 
