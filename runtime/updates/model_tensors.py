@@ -79,9 +79,8 @@ class ModelTensors:
         self._head = head.keys()
         for name, parts in head.items():
             own = checkpoint.dtype(name)
-            self._stored[name] = Target(
-                name, checkpoint.shape(name), FLOATS if own in FLOATS else (own,), parts, DRAFT_HEAD
-            )
+            dtypes = FLOATS if own in FLOATS else (own,)
+            self._stored[name] = Target(name, checkpoint.shape(name), dtypes, parts, DRAFT_HEAD)
         names = self._stored.keys() | self._dense.keys()
         counts = Counter(map(short_name, names))
         self._by_short_name = {short: name for name in names if counts[short := short_name(name)] == 1}
@@ -155,11 +154,8 @@ class ModelTensors:
         tied head."""
         weight_map = self._weight_map
         short = name.removeprefix(weight_map.base)
-        if (
-            name in self._others
-            or {name, weight_map.base + name} & self._head
-            or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short)
-        ):
+        own = {name, weight_map.base + name} & self._head  # in other numbers
+        if name in self._others or own or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])
 

@@ -63,10 +63,10 @@ class Case(NamedTuple):
     params: SamplingParams
 
 
-def case(i: int, max_tokens: int = 24) -> Case:
-    """A prompt of a few tokens, or of the shared ones and others."""
+def case(i: int, max_tokens: int = 24, prefix: int = SHARED) -> Case:
+    """A prompt of a few tokens, or of the shared prefix and others."""
     rng = np.random.default_rng(i)
-    shared = [3 + 7 * k % 250 for k in range(SHARED)] if i % 3 else []
+    shared = [3 + 7 * k % 250 for k in range(prefix)] if i % 3 else []
     prompt = shared + rng.integers(3, 250, 1 + 5 * i % 31).tolist()
     return Case(prompt, SamplingParams(max_tokens=max_tokens, seed=i, **list(PARAMS.values())[i % len(PARAMS)]))
 
@@ -134,3 +134,21 @@ def test_a_spoilt_head_costs_draft_tokens_alone(name, value, start):
     assert answers(headed, cases) == answers(plain, cases)
     stats = headed.engine.scheduler.stats
     assert stats.accepted_draft_tokens == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
+def test_loads_from_a_tier_have_the_same_answers(name, start, tmp_path, monkeypatch):
+    """The tier has a head's keys and values, and no features: the first entry behind a loaded prefix is a guess."""
+    monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))
+    cases = [case(i, prefix=320) for i in range(6)]
+    tier = {"kv_tier_name": "t", "kv_tier_memory": 0.02, "max_model_len": 512}
+    plain = start(name, None, max_model_len=512)
+    first, second = (start.__wrapped__(name, "mtp", **tier) for _ in range(2))
+    check(plain, first, cases)
+    while first.engine.has_work:
+        first.engine.step()
+    check(plain, second, cases)
+    stats = second.engine.stats()
+    assert stats["tier_hit_tokens"] >= 256
+    assert stats["tier_damaged"] == 0
