@@ -32,7 +32,9 @@ PARAMS = {
     "grammar": {"temperature": 0.8, "grammar": compiled(GrammarSpec("regex", "([a-e]{3,9}[ ,]){2,9}"))},
 }  # fmt: skip
 TIGHT = {"num_kv_blocks": 24, "max_model_len": 160, "max_num_batched_tokens": 80, "max_num_seqs": 6, "block_size": 16}
-MODELS = ["qwen3.5", "qwen3.5-moe", "glm4-moe", "deepseek-v3"]
+MORE = pytest.mark.thorough
+MODELS = ["qwen3.5", "deepseek-v3", *(pytest.param(name, marks=MORE) for name in ("qwen3.5-moe", "glm4-moe"))]
+FIRST = ["qwen3.5", pytest.param("deepseek-v3", marks=MORE)]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +106,14 @@ def test_a_burst_has_the_same_answers(name, start):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
+@pytest.mark.parametrize("name", FIRST)
 def test_requests_alone_have_the_same_answers(name, start):
     """They find the prompts of earlier ones in the prefix cache."""
     check(start(name, None), start(name, "mtp"), *([case(i % 16)] for i in range(24)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
+@pytest.mark.parametrize("name", FIRST)
 def test_several_choices_have_the_same_answers(name, start):
     check(start(name, None), start(name, "mtp"), [case(i) for i in range(len(PARAMS))], n=3)
 
@@ -125,7 +127,7 @@ def test_preempted_requests_have_the_same_answers(name, start):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=MORE), pytest.param(1e38, marks=MORE)])
 @pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
 def test_a_spoilt_head_costs_draft_tokens_alone(name, value, start):
     """Its weights are not finite, or make values that are not."""
@@ -137,7 +139,7 @@ def test_a_spoilt_head_costs_draft_tokens_alone(name, value, start):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
+@pytest.mark.parametrize("name", FIRST)
 def test_loads_from_a_tier_have_the_same_answers(name, start, tmp_path, monkeypatch):
     """The tier has a head's keys and values, and no features: the first entry behind a loaded prefix is a guess."""
     monkeypatch.setenv("CALLBOARD_TIER", str(tmp_path))

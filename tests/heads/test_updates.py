@@ -1,5 +1,6 @@
 """Updates of a model with a head: they change the head if they bring its tensors, and no update fails by its head."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from runtime.core.executor import InProcess
 from runtime.models.heads.head import DraftHead
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.head_drafter import HeadDrafter
+from runtime.updates.apply import taken
 from runtime.updates.in_place import tensors_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
@@ -72,6 +74,7 @@ def are_equal(one: DraftHead, other: DraftHead) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_update_is_a_start_with_its_weights(name, backend, tmp_path):
@@ -90,6 +93,8 @@ def test_an_update_is_a_start_with_its_weights(name, backend, tmp_path):
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(runner.head.head), strict=True))
 
 
+@pytest.mark.long
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_update_without_the_head_keeps_it(name, tmp_path):
     """Trainers often leave its tensors out. The tokens are those of the new weights without a head."""
@@ -172,6 +177,17 @@ def test_a_head_in_fp8_is_kept(tmp_path):
     update(runner, [ArraysPart(new | lm_head)])
     assert runner.updates.draft_head == "kept"
     assert all(torch.equal(a, b) for a, b in zip(before, weights(runner.head.head), strict=True))
+
+
+def test_a_head_takes_weights_at_their_addresses(tmp_path):
+    """As on a GPU, where graphs hold them."""
+    folder, config = write(tmp_path / "first", "qwen3.5"), {"packed_weights": False, "deterministic": False}
+    second = write_changed(folder, changed(tensors_in(folder)), tmp_path / "second")
+    runner, other = start(folder, **config), start(second, **config)
+    before, source = runner.head.head, CheckpointSource(second).checkpoint
+    runner.head.read_weights(source, partial(taken, in_place=True))
+    assert runner.head.head is runner.steps.head.head is before
+    assert are_equal(before, other.head.head)
 
 
 def test_a_wrong_shape_is_named(tmp_path):
