@@ -4,6 +4,7 @@
 #   benchmarks/suite.sh OUT tests exactness engine quantized mixtures adapters profile kernels soak start serving
 #   benchmarks/suite.sh OUT tp replicas draft        # on several GPUs
 #   python -m benchmarks.library.report OUT/*.jsonl
+#   python -m benchmarks.library.history --slower 0.03   # what became slower, once lines are in benchmarks/results
 #
 # The stages up to `start` need torch and Triton; `serving`, `replicas` and `draft` an installed Callboard. MODELS narrows
 # the models, RATES names the conversations a second that replicas get.

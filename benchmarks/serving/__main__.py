@@ -11,6 +11,11 @@ token (TTFT) runs from the request's first byte to its first event. Inter-token 
 request's next. Output tok/s runs from the first request to the last answer's end. Arrivals are Poisson where
 a rate is named, and the same in every run. A session's turns continue all earlier ones. The answers in between are
 invented ids in the model's number, so only text that the client knows can be shared.
+
+Long prompts have figures of their own, long_ttft_ms; the other figures are those of the chats next to them:
+
+    python -m benchmarks.serving --engine qwen3.6-35b-a3b --workloads chats-alone 72k-alone chats-beside-72k \
+        --repeats 1 --set max_model_len=80000
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, play
 
 _IDS = (1000, 30000)  # every measured model's vocabulary has them
+_LONG = 32_768  # tokens from which a prompt counts as long
 
 
 class Draw:
@@ -81,6 +87,12 @@ class Draw:
         return sessions
 
 
+def chats_and_long(draw: Draw, chats: int, long: int) -> list[Session]:
+    """`chats` chats without a break, and `long` prompts with 72,000 tokens, one each 5 s."""
+    sessions = [Session(0.0, [draw.turn((1024, 1024), (256, 256)) for _ in range(8)]) for _ in range(chats)]
+    return sessions + [Session(2.0 + 5 * i, [draw.turn((72_000, 72_000), (16, 16))]) for i in range(long)]
+
+
 WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
     "sequential": lambda draw: [Session(0.0, [draw.turn((256, 256), (256, 256)) for _ in range(10)])],
     "steady": lambda draw: draw.requests(32, (64, 512), (64, 256), rate=4),
@@ -92,7 +104,11 @@ WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
     # 8 agents: tools in common, then a tool's result a turn. 32 chats, 2 new ones a second, with people's pauses.
     "agents": lambda draw: draw.conversations(8, (10, 10), (100, 800), (40, 160), (0.05, 0.5), shared=2000),
     "chats": lambda draw: draw.conversations(32, (2, 6), (20, 200), (50, 250), (1.0, 4.0), shared=300, rate=2),
+    "chats-alone": lambda draw: chats_and_long(draw, 16, 0),
+    "72k-alone": lambda draw: chats_and_long(draw, 0, 4),
+    "chats-beside-72k": lambda draw: chats_and_long(draw, 16, 4),
 }
+DEFAULT = [name for name in WORKLOADS if "alone" not in name and "72k" not in name]
 
 
 async def play_over_http(sessions: list[Session], client: Client) -> None:
@@ -145,8 +161,12 @@ def figures_of(sessions: list[Session]) -> dict[str, float]:
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:
             raise RuntimeError(f"{turn.num_tokens} tokens came where {turn.max_tokens} were asked for.")
-    found, latencies = figures(turns), {"ttft": "ttft_ms", "itl": "event_gap_ms"}
+    long = [turn for turn in turns if len(turn.prompt) >= _LONG]
+    found = figures([turn for turn in turns if turn not in long] or long)
+    latencies = {"ttft": "ttft_ms", "itl": "event_gap_ms"}
     percentiles = {f"{name}{p}": found[key][f"p{p}"] for name, key in latencies.items() for p in (50, 99)}
+    if long:
+        percentiles |= {f"long_ttft{p}": figures(long)["ttft_ms"][f"p{p}"] for p in (50, 99)}
     return percentiles | {"tok_s": found["output_tokens_per_s"], "tokens_per_event": found["tokens_per_event"]}
 
 
@@ -156,7 +176,7 @@ def main() -> None:
     where.add_argument("--url", help="of a running server, without /v1")
     where.add_argument("--serve", metavar="MODEL", help="start callboard serve with this model")
     where.add_argument("--engine", choices=sorted(CONFIGS), help="no server: the engine in this process")
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload; medians are reported")
     parser.add_argument(
         "--sampling", nargs="+", type=json.loads, metavar="JSON", default=[{"temperature": 0.0}],
@@ -184,6 +204,7 @@ def main() -> None:
                 run(sessions := WORKLOADS[name](Draw(seed, shift)), sampling)
                 runs.append(figures_of(sessions))
             found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
+            long = {f"p{p}": found[f"long_ttft{p}"][0] for p in (50, 99) if f"long_ttft{p}" in found}
             results.add(
                 config, model=args.engine or args.label or args.serve, workload=name, sampling=sampling,
                 repeats=args.repeats, through="engine" if args.engine else "http",
@@ -191,7 +212,7 @@ def main() -> None:
                 output_tok_s=found["tok_s"][0], output_range=found["tok_s"][1],
                 ttft_ms={"p50": found["ttft50"][0], "p99": found["ttft99"][0]},
                 itl_ms={"p50": found["itl50"][0], "p99": found["itl99"][0]},
-                tokens_per_event=found["tokens_per_event"][0],
+                tokens_per_event=found["tokens_per_event"][0], **({"long_ttft_ms": long} if long else {}),
             )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 It begins when the runner is ready, because it would slow down the start. Populating memory delays weights, and
 the driver's lock delays captures of graphs. Two threads populate memory without that lock, and a third one pins it.
 All three pause while copies pass through a bounce: these need the lock and the memory's speed.
+
+The driver pins huge pages faster than small ones. So a piece is as large as it can pin within a step's slack.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from itertools import cycle
 
 import torch
 
+from runtime.tier.pages import give_pages
 from runtime.worker.cuda_driver import call
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 16 << 20  # a piece takes 2 or 3 ms, and steps wait as long for the driver's lock
-_POPULATED_BYTES = 4 << 20  # bytes of one madvise, during which the process cannot map memory
-_POPULATE_WRITE = 23  # madvise: give a range its pages; kernels before Linux 5.14 refuse it
+_PART_BYTES = 4 << 20  # a piece has whole parts; small pages of one take about 0.6 ms
+_MOST_PARTS = 256
+_HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
+_BREAK_S = 5e-4  # time for others between two pieces, since that lock is not fair
+_SLOW_S = 0.5  # a part whose pages took longer: memory is in fragments, so huge pages are not worth their wait
 _NUM_THREADS = 2
-_BREAK_S = 2e-3  # time for others between two pieces, since the driver's lock is not fair
 _MOST_PAUSE_S = 0.1  # limit of each pause, so that pinning ends although copies never do
 _PORTABLE, _DEVICEMAP = 1, 2  # flags for all contexts, and for the device's addresses
 _RELAXED = 2  # capture mode: this thread's calls do not disturb a graph's capture in another thread
@@ -39,6 +43,7 @@ class Pinned:
         self._payload, self._device, self._stop = payload, device, threading.Event()
         self._slot_bytes = payload.stride(0) * 8
         self._pieces: list[int] = []  # addresses
+        self._huge = True  # huge pages are worth a try
         self.num_slots = len(payload) if device.type != "cuda" else 0  # the pinned ones; all of them without a GPU
         self.is_mapped = True  # the device can use the pinned slots' host addresses
         self._lock, self._num_pauses, self._may_run = threading.Lock(), 0, threading.Event()
@@ -82,16 +87,14 @@ class Pinned:
             done.release()
 
     def _populate(self, part: torch.Tensor) -> None:
-        begin, size = part.data_ptr(), len(part) * self._slot_bytes
-        for at in range(0, size, _POPULATED_BYTES):
-            if self._stop.is_set():
-                return
+        if not self._stop.is_set():
             self._may_run.wait(_MOST_PAUSE_S)
-            count = ctypes.c_size_t(min(_POPULATED_BYTES, size - at))
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin + at), count, _POPULATE_WRITE)  # else pinning is slower
+            start = time.perf_counter()
+            give_pages(part.data_ptr(), len(part) * self._slot_bytes, self._huge)
+            self._huge &= time.perf_counter() - start < _SLOW_S
 
     def _pin(self) -> None:
-        start, parts = time.perf_counter(), self._payload.split(max(1, _PIECE_BYTES // self._slot_bytes))
+        start, parts = time.perf_counter(), self._payload.split(max(1, _PART_BYTES // self._slot_bytes))
         populated = [threading.Semaphore(0) for _ in range(_NUM_THREADS)]  # each thread's parts, which take turns
         for first, done in enumerate(populated):
             own = parts[first::_NUM_THREADS]
@@ -99,18 +102,24 @@ class Pinned:
         try:
             torch.cuda.mem_get_info(self._device)  # any call of the runtime gives this thread a context
             call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
-            for part, done in zip(parts, cycle(populated), strict=False):
-                done.acquire()
+            turns, count = cycle(populated), 1
+            while not self.is_whole:
+                part = self._payload[self.num_slots :][: count * len(parts[0])]
+                for _ in range(-(-len(part) // len(parts[0]))):
+                    next(turns).acquire()
                 self._may_run.wait(_MOST_PAUSE_S)
                 if self._stop.wait(_BREAK_S):
                     return
+                begin = time.perf_counter()
                 self._pin_part(part)
+                share = _HELD_S / (time.perf_counter() - begin)
+                count = max(1, min(int(count * share), 2 * count, _MOST_PARTS))
         except OSError as e:
             self._stop.set()
             logger.warning("%d of %d slots of the tier are pinned: %s", self.num_slots, len(self._payload), e.strerror)
             return
         gib, seconds = len(self._payload) * self._slot_bytes / (1 << 30), time.perf_counter() - start
-        logger.info("tier: %.1f GiB pinned in %.1f s", gib, seconds)
+        logger.info("tier: %.1f GiB pinned in %.1f s, in %d pieces", gib, seconds, len(self._pieces))
 
     def _pin_part(self, part: torch.Tensor) -> None:
         address, size = ctypes.c_uint64(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)

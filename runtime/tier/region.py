@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.errors import CallboardError
+from runtime.tier.pages import map_file
 from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, open_files, wipe_files
 from runtime.tier.sums import key_words
 
@@ -75,9 +75,7 @@ class Region:
             os.open(folder / f"payload-{rank}", os.O_RDWR) for rank in range(num_ranks)
         ]
         self._open_files = [head, *self.files]
-        self._payloads = [
-            np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(num_slots, slot_bytes) for file in self.files
-        ]
+        self._payloads = [map_file(file).reshape(num_slots, slot_bytes) for file in self.files]
         self._sums = [np.memmap(folder / f"sums-{rank}", "<u8", "r+").view(np.ndarray) for rank in range(num_ranks)]
         self._full_until = 0.0
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.engine.profile_step import by_name
+from benchmarks.library.history import markdown, pasts
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.quality import divergence
 from runtime.loading.checkpoint import open_checkpoint
@@ -134,3 +135,27 @@ def test_lines_become_a_report(tmp_path):
     assert "| tiny-8b |" in report
     assert "| tiny | sequential | engine |" in report
     assert "-m benchmarks.engine.decode --model tiny" in report
+
+
+def test_history_shows_what_became_slower():
+    common = {
+        "benchmark": "prefill",
+        "model": "tiny",
+        "prompt_len": 64,
+        "config": {},
+        "range": [1.0, 2.0],
+        "tok_s": 5.0,
+    }
+
+    def line(day: str, ms: float, machine: str = "NVIDIA H200, 16 CPU cores", **others) -> dict:
+        versions = {"commit": f"c{day}"}
+        return common | {"time": f"2026-11-{day} 10:00 UTC", "versions": versions, "machine": machine} | {
+            "first_token_ms": ms, **others
+        }  # fmt: skip
+
+    lines = [line("02", 5.0), line("01", 4.0), line("03", 9.0), line("03", 8.0, "NVIDIA H200, 32 CPU cores")]
+    others = [line("03", 1.0, "2 CPU cores"), line("04", 1.0, prompt_len=32), line("04", 1.0, config={"draft": "mtp"})]
+    (found,) = pasts(lines + others)
+    assert found.figures == [("2026-11-01", "c01", 4.0), ("2026-11-02", "c02", 5.0), ("2026-11-03", "c03", 8.0)]
+    assert found.ratio == 0.5
+    assert "| prefill | tiny 64 default | NVIDIA H200 | ms |" in markdown([found])

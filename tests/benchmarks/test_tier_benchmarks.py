@@ -57,3 +57,19 @@ def test_requests_that_lack_a_block_hit_less(tmp_path: Path):
     replay._region.drop(replay._keys(2)[:16])
     assert replay.hits([1, 2]) == 1
     replay.close()
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_two_engines_share_their_streams(tmp_path: Path):
+    settings = ["--memory", "0.05", "--set", "num_threads=1", "deterministic=true", "kv_cache_memory=0.1"]
+    pair = ["benchmarks.engine.tier_pair", "takeover", "--model", "tiny"]
+    (taken,) = lines_of(tmp_path, *pair, "--streams", "2", "--tokens", "200", "--before", "4", *settings)
+    assert (taken["compared"], taken["different"]) == (32, 0)
+    assert 0 < taken["first_ms"] <= taken["all_ms"]
+    pair[1] = "apart"
+    sizes = ["--chats", "2", "--chat", "40", "8", "--long", "200", "--every", "0.2", "--seconds", "1"]
+    lines = lines_of(tmp_path, *pair, *sizes, *settings)
+    assert [line["roles"] for line in lines] == ["both", "apart"]
+    assert all(line["chats"] >= 2 <= line["long"] for line in lines)
+    assert not list((tmp_path / "tier").iterdir())

@@ -1,6 +1,5 @@
 """Pinning in the background, with a driver that only records calls."""
 
-import mmap
 import os
 import tempfile
 import threading
@@ -14,6 +13,7 @@ import torch
 
 from runtime.tier import pinning
 from runtime.tier.gpu_copies import GpuCopier
+from runtime.tier.pages import map_file
 from runtime.tier.pinning import Pinned
 from tests.support.engine.tier_copies import SPECS, CopiedCache
 from tests.triton import INTERPRETING
@@ -45,7 +45,8 @@ def driver(monkeypatch) -> FakeDriver:
     monkeypatch.setattr(pinning, "call", fake.call)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(pinning, "_PIECE_BYTES", 4 * SLOT_BYTES)
+    monkeypatch.setattr(pinning, "_PART_BYTES", 4 * SLOT_BYTES)
+    monkeypatch.setattr(pinning, "_HELD_S", 0)
     monkeypatch.setattr(pinning, "_MOST_PAUSE_S", FOREVER)
     return fake
 
@@ -55,7 +56,7 @@ def payload() -> Iterator[torch.Tensor]:
     """Ten slots of a page each."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(10 * SLOT_BYTES)
-        yield torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(10, -1))
+        yield torch.from_numpy(map_file(file.fileno()).view(np.int64).reshape(10, -1))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -162,13 +163,34 @@ def test_pinning_pauses_while_a_bounce_is_in_use(is_store: bool, tmp_path: Path,
     copier.close()
 
 
+def test_pieces_grow_while_the_driver_is_quick(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
+    monkeypatch.setattr(pinning, "_PART_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(pinning, "_HELD_S", FOREVER)
+    monkeypatch.setattr(pinning, "_MOST_PARTS", 4)
+    pinned = Pinned(payload, torch.device("cuda"))
+    pinned.begin()
+    wait_until(lambda: pinned.is_whole)
+    assert [size // SLOT_BYTES for size in driver.sizes] == [1, 2, 4, 3]
+    pinned.close()
+
+
 def test_memory_is_populated_before_it_is_pinned():
     """Slots have pages before the driver is asked for them."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(1 << 20)
-        payload = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(16, -1))
+        payload = torch.from_numpy(map_file(file.fileno()).view(np.int64).reshape(16, -1))
         pinned = Pinned(payload, torch.device("cpu"))
         assert os.fstat(file.fileno()).st_blocks == 0
         pinned._populate(payload[4:8])
-        assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 18
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 18
         pinned.close()
+
+
+def test_slow_huge_pages_are_given_up(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
+    tried = []
+    monkeypatch.setattr(pinning, "give_pages", lambda address, size, huge: tried.append(huge))
+    monkeypatch.setattr(pinning, "_SLOW_S", 0)
+    pinned = Pinned(payload, torch.device("cuda"))
+    pinned._populate(payload[:4])
+    pinned._populate(payload[4:])
+    assert tried == [True, False]
