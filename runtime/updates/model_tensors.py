@@ -142,7 +142,7 @@ class ModelTensors:
         for own in (name, base + name, name.removeprefix(base), self._by_short_name.get(short_name(name), "")):
             stored, dense = self._stored.get(own), self._dense.get(own)
             if stored is not None and stored.section == DRAFT_HEAD and dtype not in stored.dtypes:
-                continue  # a head in other numbers than the update's is kept
+                continue  # a head keeps its weights if the update has another type
             if stored is not None and (dense is None or dtype in stored.dtypes):
                 return stored
             if dense is not None:
@@ -154,7 +154,7 @@ class ModelTensors:
         tied head."""
         weight_map = self._weight_map
         short = name.removeprefix(weight_map.base)
-        own = {name, weight_map.base + name} & self._head  # in other numbers
+        own = {name, weight_map.base + name} & self._head  # another type than the head's
         if name in self._others or own or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])

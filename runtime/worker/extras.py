@@ -293,7 +293,7 @@ class WeightUpdates(Protocol):
 
     version: WeightVersion  # version of the weights that the runner serves
     source: ModelSource  # the stored version, which the runner loads
-    head_tensors: TensorSource | None  # of a head in the checkpoint, in the stored version; None for random weights
+    head_tensors: TensorSource | None  # the stored version's, for a head in the checkpoint; None for random weights
     draft_head: str  # what the last update did to the head: updated, partly or kept; empty without one
 
     def open(

@@ -30,7 +30,7 @@ from tests.support.models.tiny_images import span_of, tiny_tower
 from tests.support.models.tower_cases import CASES, IMAGE
 
 TIGHT = {"num_kv_blocks": 16, "max_num_batched_tokens": 80, "max_num_seqs": 6}
-WHOLE = dense_spec(  # as Gemma 3: an image's tokens see each other
+WHOLE = dense_spec(  # an image's tokens see each other, like Gemma 3's
     num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
     max_positions=256, norm_eps=1e-6, window=(24, 24, 0, 24), tied_head=True, whole_images=True,
 )  # fmt: skip
@@ -59,7 +59,7 @@ def runner(source: ModelSource, **config: Any) -> ModelRunner:
 
 
 def request(i: int, vocab_size: int, image_id: int) -> Request:
-    """A prompt with no image, one or two, whose places vary against blocks and chunks."""
+    """A prompt with up to two images. Their places vary against blocks and chunks."""
     rng = np.random.default_rng(i)
     spans = (span_of(3 + i, i % 4, 2, 3), span_of(30 + 2 * i, 9, 3, 1 + i % 5))[: i % 3]
     length = (spans[-1].end if spans else 0) + 3 + 5 * (i % 7)

@@ -59,14 +59,14 @@ def start(tmp_path_factory) -> Callable[..., LLM]:
 
 
 class Case(NamedTuple):
-    """What a request asks for."""
+    """A request."""
 
     prompt: list[int]
     params: SamplingParams
 
 
 def case(i: int, max_tokens: int = 24, prefix: int = SHARED) -> Case:
-    """A prompt of a few tokens, or of the shared prefix and others."""
+    """A prompt, which may begin with the shared prefix."""
     rng = np.random.default_rng(i)
     shared = [3 + 7 * k % 250 for k in range(prefix)] if i % 3 else []
     prompt = shared + rng.integers(3, 250, 1 + 5 * i % 31).tolist()
@@ -74,7 +74,7 @@ def case(i: int, max_tokens: int = 24, prefix: int = SHARED) -> Case:
 
 
 def facts(answer: Completion) -> tuple[Any, ...]:
-    """All that a client sees but the number of cached tokens, which depends on the order of steps."""
+    """All that a client sees, except the count of cached tokens, which depends on timing."""
     assert not answer.error
     lists = answer.token_ids, answer.logprobs, answer.prompt_logprobs
     return (*lists, answer.text, answer.finish_reason, answer.stop, answer.seed)

@@ -97,7 +97,7 @@ def test_an_update_is_a_start_with_its_weights(name, backend, tmp_path):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_update_without_the_head_keeps_it(name, tmp_path):
-    """Trainers often leave its tensors out. The tokens are those of the new weights without a head."""
+    """Trainers often leave its tensors out. A start with the new weights and without a head gives the same tokens."""
     folder = write(tmp_path / "first", name)
     second = changed(tensors_in(folder))
     trunk = {key: tensor for key, tensor in second.items() if not is_heads(key)}

@@ -1,6 +1,6 @@
 """A served model with its head: 24 requests alone, in a burst, and while runners and engines are killed.
 
-The answers are those of the model without the head, in another process."""
+The model without its head, in another process, gives the same answers."""
 
 import asyncio
 import os
@@ -101,7 +101,7 @@ async def test_a_head_changes_no_answer(headed: Headed):
 
 @pytest.mark.parametrize("role", ["engine", "runner"])
 async def test_killed_processes_change_no_answer(headed: Headed, role: str):
-    """Streams move to another engine, or to fresh runners, whose heads have no entries of their tokens."""
+    """Streams move to another engine, or to fresh runners. There the head lacks their entries."""
     async with httpx.AsyncClient(base_url=headed.url, timeout=300) as client:
         tasks = [asyncio.create_task(answered(client, number)) for number in range(NUM_REQUESTS)]
         while (await client.get("/load")).json()["server_load"] < NUM_REQUESTS // 2:

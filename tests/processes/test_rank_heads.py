@@ -1,4 +1,4 @@
-"""Two ranks with a head: the tokens of two ranks without one, also after an update of both."""
+"""Two ranks give the same tokens with a head and without, also after a weight update."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def processes():
 
 
 def answers(runner: RankedRunner) -> tuple[dict[str, list[Any]], EngineStats]:
-    """Tokens and log-probabilities of several requests, some of which are preempted."""
+    """Each request's tokens and log-probabilities, and the engine's figures. Memory is short."""
     runner.reset()
     head = runner.info.head
     drafts = None if head is None else Speculation(HeadDrafter(head), 3, (), 0.0)

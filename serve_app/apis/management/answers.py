@@ -137,7 +137,7 @@ class FinishedUpdate(Struct, omit_defaults=True):
     weight_version: str
     serial: int
     stored: bool
-    draft_head: str = ""  # with --draft mtp: "updated", "partly" or "kept", by the head's tensors in the update
+    draft_head: str = ""  # "updated", "partly" or "kept", by the head's tensors in the update; empty without
 
 
 class Renamed(Struct):
