@@ -135,14 +135,15 @@ class ModelRunner:
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         if config.weight_updates and self._plugged.updates is not None:
-            self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least))
+            self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least, self.head))
             source = self.updates.source
         with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():
             self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
             parts = RunnerParts(config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
             self.images = None if self._plugged.images is None else self._plugged.images(parts)
             if self.head is not None:
-                self.head.load(self.decoder, self.memory.max_model_len)
+                tensors = None if self.updates is None else self.updates.head_tensors
+                self.head.load(self.decoder, self.memory.max_model_len, tensors)
         self.tier = None if self._plugged.tier is None else self._plugged.tier(parts)
         self._make_extras(parts)
         self.kv_scales = None
@@ -336,7 +337,7 @@ class ModelRunner:
         """The decoder has the weights of an update; with a source, other parts have new weights, too."""
         if self._sleep_memory is not None:
             self._sleep_memory.weights_changed()
-        for extra in (*self.extras, self.images, self.head):
+        for extra in (*self.extras, self.images):
             if source is not None and isinstance(extra, ReadsWeights):
                 extra.read_weights(source, take)
 

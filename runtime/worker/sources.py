@@ -111,8 +111,12 @@ class HeadSource(Protocol):
     def fingerprint(self) -> str:
         """Identifies these weights, on any machine."""
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
-        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> DraftHead:
+        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share.
+
+        A head in the target's checkpoint reads them from `updated` if given: the tensors, with updates over them."""
 
 
 class Tower(Protocol):

@@ -56,7 +56,9 @@ class EagleFiles:
     ids: torch.Tensor | None  # [num_ids] target ids of the draft vocabulary
     fingerprint: str
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> EagleHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> EagleHead:
         """Read the weights, after a check of all tensors. `spec` is this head's, or one rank's share."""
         read = read_from(self.tensors, spec.decoder, self.weight_map, target.numerics)
         return EagleHead(spec, target, read, num_positions, self.ids)

@@ -47,14 +47,20 @@ class CheckpointHead:
     fingerprint: str
     copies: tuple[tuple[str, str], ...] = ()  # tensors that must equal the target's, which it uses in their place
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> DraftHead:
         """Read the weights, after a check of all tensors."""
         for copy, original in self.copies:
             if not are_equal(self.tensors, copy, original):
                 raise CallboardError(f"draft is mtp, but {copy} differs from {original}, which heads share.")
+        return self.read(target, spec, num_positions, updated or self.tensors)
+
+    def read(self, target: Decoder, spec: HeadSpec, num_positions: int, tensors: TensorSource) -> DraftHead:
+        """Read the weights from the checkpoint's tensors, perhaps with updates over them."""
         locations = locate_parameters(spec.decoder, self.weight_map, self.tensors)
         format_of = weight_formats(spec.decoder, target.numerics)
-        read = reader(self.tensors, locations, format_of, self.weight_map, target.numerics)
+        read = reader(tensors, locations, format_of, self.weight_map, target.numerics)
         return build_head(spec, target, read, num_positions)
 
 

@@ -13,8 +13,10 @@ from runtime.base.shard import Shard
 from runtime.base.types import MAX_DRAFT_TOKENS, CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
+from runtime.models.heads.find import CheckpointHead
 from runtime.models.heads.head import DraftHead
 from runtime.models.heads.quantized_head import layer_encodings, quantized_head
+from runtime.quant.weight_format import TensorSource
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import Take
 from runtime.worker.gpu.gpu_steps import GpuSteps
@@ -28,6 +30,7 @@ class RunnerHead:
     """One rank's share of a head."""
 
     head: DraftHead  # set by `load`
+    _in_steps: CpuHead | GpuHead  # set by `for_steps`
 
     @classmethod
     def of(
@@ -49,20 +52,29 @@ class RunnerHead:
         self._source, self.whole, self.spec = source, whole, whole.for_rank(shard)
         self.fingerprint = f"{source.fingerprint} {encodings}" if encodings else source.fingerprint
 
-    def load(self, decoder: Decoder, num_positions: int) -> None:
-        """Read the weights, after the decoder's."""
-        self.head = self._source.load(decoder, self.spec, num_positions)
+    def load(self, decoder: Decoder, num_positions: int, updated: TensorSource | None = None) -> None:
+        """Read the weights, after the decoder's. `updated` has the checkpoint's tensors with updates over them."""
+        self.head = self._source.load(decoder, self.spec, num_positions, updated)
+        self._sizes = decoder, self.spec, num_positions
+
+    def follow(self, updated: TensorSource | None, take: Take) -> None:
+        """The target has new weights. `updated` has the head's, if the update brings some."""
+        if updated is None:
+            self.head.follow_output(take)
+            return
+        assert isinstance(self._source, CheckpointHead), "others have no tensors in the checkpoint"
+        self.head = self._in_steps.head = take(self.head, self._source.read(*self._sizes, updated))
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the head."""
         return replace(info, head=HeadInfo(self.spec.kind, min(MAX_DRAFT_TOKENS, info.block_size - 1)))
 
-    def read_weights(self, source: ModelSource, take: Take) -> None:
-        """The target has a new output head."""
-        self.head.follow_output(take)
-
     def for_steps(self, steps: Steps) -> CpuHead | GpuHead:
         """The object that drafts in these steps."""
+        self._in_steps = self._new(steps)
+        return self._in_steps
+
+    def _new(self, steps: Steps) -> CpuHead | GpuHead:
         if isinstance(steps, GpuSteps):
             return GpuHead(self.head, steps.kernels, steps.graph_runner)
         assert isinstance(steps, CpuSteps)
