@@ -34,7 +34,7 @@ def quantized_head(head: HeadSpec, target: DecoderSpec, config: EngineConfig, nu
         schemes = {name: replace(scheme, dequantized=True) for name, scheme in schemes.items()}
     elif encoding != "auto":
         schemes = schemes_at_load(spec, config, encoding, numerics.device.type) | schemes
-    # An assistant's output head is its embedding, or a table whose rows it gathers.
+    # An assistant's output head is its embedding, or a table from which it gathers rows.
     output = "" if head.kind == "assistant" else _output_encoding(own, numerics)
     name = "draft_head" if head.own_head else "head"
     if output and name not in schemes and (head.own_head or _is_copied(target, numerics)):
