@@ -164,7 +164,7 @@ class Speculation(Extra):
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = [Acceptance(first) for first in drafter.first_acceptance]  # one for each kind of draft token
+        self.acceptance = [Acceptance(first) for first in drafter.first_acceptance]  # each kind's estimates
         # Overhead of steps with draft tokens, and without, by the row count's bit length.
         self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
