@@ -146,7 +146,7 @@ class EngineConfig:
     cpu_activations: Literal["int16", "int8"] = setting(
         "int16",
         "activations in products with quantized weights on a CPU: int16 errs by at most 1/65,024 of the largest of 32 "
-        "numbers, int8 by 1/254; int8 needs half of the multiplications",
+        "numbers (256 for K types), int8 by 1/254 of the largest of 32; int8 needs half of the multiplications",
     )
     kernel_backend: Literal["auto", "triton", "torch", "llvm"] = setting(
         "auto",

@@ -12,7 +12,7 @@ from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, look
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, interleave, pack_torch
 from runtime.kernels.cpu.linear.lookup import lookup
 from runtime.kernels.cpu.linear.pack import pack
-from runtime.kernels.cpu.linear.weight_form import WeightForm
+from runtime.kernels.cpu.linear.weight_form import WeightForm, row_span
 from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import call, targets
 
@@ -68,15 +68,16 @@ def draw_rows(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
     return x.flatten(1)
 
 
-def multiply(x, weight, target, limbs, tiles, parts, bias=None, out=None):
+def multiply(x, weight, target, limbs, parts, bias=None, out=None, is_one_row=False):
     """The product by the kernel, [rows, padded N]."""
-    rows, blocks = quantize_rows_torch(x, 16 if limbs == 2 else 8), len(weight.values)
+    span, blocks = row_span(8 * limbs, weight.form), len(weight.values)
+    rows = quantize_rows_torch(x, 8 * limbs, span)
     result = torch.zeros(len(x), blocks * 16) if out is None else out
     shared = weight.scales, weight.minimums, weight.super_scales, weight.super_minimums
     sizes = len(x), blocks, x.shape[1] // 32, blocks * 16
     call(
         int_product, (weight.values, *shared, *rows, bias, result, *sizes), target, parts,
-        form=weight.form, limbs=limbs, tiles=tiles, adds=out is not None, has_bias=bias is not None,
+        form=weight.form, limbs=limbs, is_one_row=is_one_row, adds=out is not None, has_bias=bias is not None,
     )  # fmt: skip
     return result
 
@@ -92,14 +93,14 @@ def multiply(x, weight, target, limbs, tiles, parts, bias=None, out=None):
     ],
 )
 @given(
-    num_rows=st.sampled_from([1, 2, 3, 5, 9]), outputs=st.integers(1, 70), steps=st.integers(1, 3),
+    num_rows=st.sampled_from([1, 2, 3, 7, 69]), outputs=st.integers(1, 70), steps=st.integers(1, 3),
     parts=st.integers(1, 4), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
 def test_a_product_has_the_bits_of_its_twin(target, name, limbs, num_rows, outputs, steps, parts, seed):
     columns = COLUMNS[name] * steps
     weight, x = draw_weight(FORMS[name], outputs, columns, seed), draw_rows(num_rows, columns, seed)
-    got = multiply(x, weight, target, limbs, (4, 2, 1), parts)
+    got = multiply(x, weight, target, limbs, parts, is_one_row=num_rows == 1)
     want = int_product_torch(x, weight, 16 if limbs == 2 else 8)
     torch.testing.assert_close(got[:, :outputs], want, rtol=0, atol=0)
 
@@ -107,43 +108,47 @@ def test_a_product_has_the_bits_of_its_twin(target, name, limbs, num_rows, outpu
 @pytest.mark.parametrize("name", FORMS)
 def test_a_row_has_the_same_bits_in_any_batch(name):
     weight, x = draw_weight(FORMS[name], 48, COLUMNS[name] * 2, 1), draw_rows(7, COLUMNS[name] * 2, 2)
-    together = multiply(x, weight, targets()[0], 2, (4, 2, 1), 3)
-    alone = torch.cat([multiply(row, weight, targets()[0], 2, (1,), 1) for row in x.split(1)])
+    together = multiply(x, weight, targets()[0], 2, 3)
+    alone = torch.cat([multiply(row, weight, targets()[0], 2, 1, is_one_row=True) for row in x.split(1)])
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
 
 
 def test_bias_and_residual_are_added_in_this_order():
     weight, x = draw_weight(FORMS["Q4_1"], 32, 64, 3), draw_rows(2, 64, 4)
     bias, residual = torch.randn(32), torch.randn(2, 32)
-    got = multiply(x, weight, targets()[0], 2, (2, 1), 2, bias, residual.clone())
+    got = multiply(x, weight, targets()[0], 2, 2, bias, residual.clone())
     want = residual + (int_product_torch(x, weight) + bias)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_only_the_row_with_a_wrong_number_is_not_finite(wrong):
-    weight, x = draw_weight(FORMS["Q4_0"], 32, 64, 5), draw_rows(3, 64, 6)
-    clean = multiply(x, weight, targets()[0], 2, (2, 1), 1)
-    x[1, 40] = wrong
-    rows = [torch.zeros(3, 2, 2, 32, dtype=torch.int8), torch.zeros(3, 2), torch.zeros(3, 2, 2, dtype=torch.int32)]
-    options = {"num_limbs": 2, "has_norm": False, "activation": "", "gated": False}
-    call(quantize_rows, (x, None, *rows, 3, 64, 64, 0.0), None, **options)
-    assert rows[1].isfinite().tolist() == [[True, True], [True, False], [True, True]]
-    got = multiply(x, weight, targets()[0], 2, (2, 1), 1)
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
+def test_only_the_row_with_a_wrong_number_is_not_finite(name, wrong):
+    span = row_span(16, FORMS[name])
+    weight, x = draw_weight(FORMS[name], 32, 2 * span, 5), draw_rows(3, 2 * span, 6)
+    clean = multiply(x, weight, targets()[0], 2, 1)
+    x[1, span + 8] = wrong
+    rows = [torch.zeros_like(tensor) for tensor in quantize_rows_torch(x, 16, span)]
+    options = {"num_limbs": 2, "span": span, "has_norm": False, "activation": "", "gated": False}
+    call(quantize_rows, (x, None, *rows, 3, 2 * span, 2 * span, 0.0), None, **options)
+    assert rows[1][:: span // 32].isfinite().t().tolist() == [[True, True], [True, False], [True, True]]
+    got = multiply(x, weight, targets()[0], 2, 1)
     assert not got[1].isfinite().any()
     assert torch.equal(got[::2], clean[::2])
 
 
 @TARGETS
 @pytest.mark.parametrize("bits", [16, 8])
-@given(num_rows=st.integers(1, 5), chunks=st.integers(1, 5), parts=st.integers(1, 3), seed=st.integers(0, 99))
+@pytest.mark.parametrize("span", [32, 256])
+@given(num_rows=st.integers(1, 5), spans=st.integers(1, 5), parts=st.integers(1, 3), seed=st.integers(0, 99))
 @settings(max_examples=10, deadline=None)
-def test_quantized_rows_have_the_bits_of_their_twin(target, bits, num_rows, chunks, parts, seed):
-    x, limbs = draw_rows(num_rows, chunks * 32, seed), bits // 8
-    want = quantize_rows_torch(x, bits)
+def test_quantized_rows_have_the_bits_of_their_twin(target, bits, span, num_rows, spans, parts, seed):
+    columns, limbs = spans * span, bits // 8
+    x = draw_rows(num_rows, columns, seed)
+    want = quantize_rows_torch(x, bits, span)
     got = [torch.zeros_like(tensor) for tensor in want]
-    options = {"num_limbs": limbs, "has_norm": False, "activation": "", "gated": False}
-    call(quantize_rows, (x, None, *got, num_rows, chunks * 32, chunks * 32, 0.0), target, parts, **options)
+    options = {"num_limbs": limbs, "span": span, "has_norm": False, "activation": "", "gated": False}
+    call(quantize_rows, (x, None, *got, num_rows, columns, columns, 0.0), target, parts, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -183,7 +188,7 @@ def test_products_compile_to_the_instructions_of_each_cpu(name, triple, cpu, fea
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = target_of(triple, cpu, features)
-    constants = {"form": FORMS[name], "limbs": 2, "tiles": (1,), "adds": False, "has_bias": False}
+    constants = {"form": FORMS[name], "limbs": 2, "is_one_row": True, "adds": False, "has_bias": False}
     text = assembly(int_product, target, **constants)
     vectors = 64 // target.vector_bytes
     factor = 2 if instruction == "vpmaddubsw" and name == "Q8_0" else 1  # nibbles

@@ -272,6 +272,7 @@ class Pointer:
 Int = Annotated[Value, i64]
 Float = Annotated[Value, f32]
 I8s = Annotated[Pointer, i8]
+I16s = Annotated[Pointer, i16]
 U8s = Annotated[Pointer, u8]
 I32s = Annotated[Pointer, i32]
 I64s = Annotated[Pointer, i64]

@@ -19,7 +19,7 @@ from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
 from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.linear.pack import packed_blocks
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, row_span
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 
@@ -127,10 +127,13 @@ class CompiledLatents:
                 whole = launcher.buffer("latent heads", num_tokens, num_heads, size_in)
                 self._copy(x, 0, size_in, whole, 0)
                 x = whole
-            rows = quantized_rows(launcher, x.view(num_tokens * num_heads, -1), size_in, self._num_limbs)
+            precision = self._num_limbs, row_span(8 * self._num_limbs, weight.form)
+            rows = quantized_rows(launcher, x.view(num_tokens * num_heads, -1), size_in, precision)
             function = kernel(expert_int_product, form=weight.form, limbs=self._num_limbs, **constants)
             arguments = (head_map.addresses, starts, out_rows, out_rows, *rows, out)
-            launcher.launch(function, (*arguments, num_blocks, size_in // COLUMNS, out.stride(1)), parts)
+            launcher.launch(
+                function, (*arguments, num_tokens * num_heads, num_blocks, size_in // COLUMNS, out.stride(1)), parts
+            )
             return
         unit = gcd(x.stride(0), x.stride(1))  # elements between two rows in x that the kernel can name
         x_rows = _rows_of_heads(num_tokens, num_heads, x.stride(0) // unit, x.stride(1) // unit)

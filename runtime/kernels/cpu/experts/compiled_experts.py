@@ -103,6 +103,7 @@ class _Group(NamedTuple):
     at: int  # their first output
     num_blocks: int  # blocks in each weight
     has_bias: bool
+    span: int  # columns of rows that share a scale; 0 for a dense weight
 
 
 class _ExpertMap:
@@ -119,27 +120,27 @@ class _ExpertMap:
                 words = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
                 groups[group][expert] = torch.tensor(words)
         self.groups = groups
-        # A layer that prepares rows for the integer products, and one for dense products.
-        self._preparing = {isinstance(layer, DenseLinear): layer for layer in layers}
+        # Layers that prepare rows, by the columns that share a scale; 0 for dense products.
+        self._preparing = {_span_of(layer): layer for layer in layers}
 
-    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> dict[bool, Any]:
-        """The norms of rows, for dense products by True and for integer products by False."""
-        return {is_dense: layer.normed_rows(x, norm_weight, eps) for is_dense, layer in self._preparing.items()}
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> dict[int, Any]:
+        """The norms of rows, by span."""
+        return {span: layer.normed_rows(x, norm_weight, eps) for span, layer in self._preparing.items()}
 
-    def activated(self, x: torch.Tensor) -> dict[bool, Any]:
+    def activated(self, x: torch.Tensor) -> dict[int, Any]:
         """Rows after the activation, as `normed` has them."""
         return {
-            is_dense: layer.prepared(x, None, 0.0, layer.activation, layer.is_gated)
-            for is_dense, layer in self._preparing.items()
+            span: layer.prepared(x, None, 0.0, layer.activation, layer.is_gated)
+            for span, layer in self._preparing.items()
         }
 
-    def multiply(self, prepared: dict[bool, Any], choices: _Choices, rows: torch.Tensor, name: str) -> torch.Tensor:
+    def multiply(self, prepared: dict[int, Any], choices: _Choices, rows: torch.Tensor, name: str) -> torch.Tensor:
         """The product of each choice: float32 [rows * choices, size_out]. `rows` has the rows of x in expert order."""
         out = self.launcher.buffer(name, len(choices.order), self.size_out)
         for group, addresses in self.groups.items():
             is_dense = isinstance(group.form, torch.dtype)
             launch = self._multiply_dense if is_dense else self._multiply_integers
-            launch(group, addresses, prepared[is_dense], (choices.starts, rows, choices.order), out)
+            launch(group, addresses, prepared[group.span], (choices.starts, rows, choices.order), out)
         return out
 
     def _multiply_integers(
@@ -148,7 +149,7 @@ class _ExpertMap:
         num_chunks, limbs = self.size_in // COLUMNS, x.limbs.shape[2]
         constants = {"num_experts": len(addresses), "has_bias": group.has_bias}
         function = kernel(expert_int_product, form=group.form, limbs=limbs, **constants)
-        sizes = group.num_blocks, num_chunks, out.stride(0)
+        sizes = x.scales.shape[1], group.num_blocks, num_chunks, out.stride(0)
         arguments = (addresses, *chosen, *x, out[:, group.at :], *sizes)
         self.launcher.launch(function, arguments, self._parts(group.num_blocks, len(out)))
 
@@ -165,14 +166,18 @@ class _ExpertMap:
         return self.launcher.parts(units, num_choices * units * ROWS * self.size_in)
 
 
+def _span_of(layer: CompiledLinear) -> int:
+    return layer.span if isinstance(layer, InterleavedLinear) else 0
+
+
 def _weights_of(layer: CompiledLinear) -> list[tuple[_Group, tuple[torch.Tensor | None, ...]]]:
     """The weights of a layer, with the tensors that a kernel reads."""
     if isinstance(layer, DenseLinear):
-        group = _Group(layer.values.dtype, 0, len(layer.values), layer.bias is not None)
+        group = _Group(layer.values.dtype, 0, len(layer.values), layer.bias is not None, 0)
         return [(group, (layer.values, layer.bias))]
     assert isinstance(layer, InterleavedLinear)
     found, at = list[tuple[_Group, tuple[torch.Tensor | None, ...]]](), 0
     for part, bias in zip(layer.parts, layer.biases, strict=True):
-        found.append((_Group(part.form, at, len(part.values), bias is not None), (*part.tensors, bias)))
+        found.append((_Group(part.form, at, len(part.values), bias is not None, layer.span), (*part.tensors, bias)))
         at += part.shape[0]
     return found

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from runtime.kernels.cpu.linear.dense_product import DenseRows, multiply_dense_blocks, tiling
-from runtime.kernels.cpu.linear.int_product import TYPES, IntRows, Results, StoredRows, StoredWeight, multiply_blocks
+from runtime.kernels.cpu.linear.int_product import multiply_blocks
+from runtime.kernels.cpu.linear.product_memory import TYPES, IntRows, Results, StoredRows, StoredWeight
 from runtime.kernels.cpu.linear.weight_form import WeightForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
@@ -29,8 +30,6 @@ from runtime.kernels.llvm.language import (
     when,
 )
 
-_TILES = (4, 2, 1)
-
 
 class ChosenRows(NamedTuple):
     """The rows that chose each expert."""
@@ -45,6 +44,7 @@ def expert_int_product(
     chosen: ChosenRows,
     x: IntRows,
     out: F32s,
+    num_rows: Int,  # rows in x
     num_blocks: Int,  # blocks in one expert
     num_chunks: Int,
     out_stride: Int,
@@ -57,12 +57,14 @@ def expert_int_product(
     has_bias: bool,
 ) -> None:
     """Part i/n: a share of each weight's blocks, for its expert's rows."""
-    rows, blocks = StoredRows(*x, num_chunks, limbs, chosen.x_rows), share(num_blocks, part, parts)
+    rows, blocks = StoredRows(*x, num_rows, num_chunks, limbs, chosen.x_rows), share(num_blocks, part, parts)
     types = u8, TYPES[form.scale_dtype], TYPES[form.scale_dtype], f16, f16
     for first, end, own in _chosen(addresses, chosen.starts, num_experts, 6):
         weight = StoredWeight(*(own.load(i).address(type) for i, type in enumerate(types)))
         results = Results(out, out_stride, own.load(5).address(f32) if has_bias else None, numbers=chosen.out_rows)
-        multiply_blocks(target, form, weight, rows, results, blocks, first, end, _TILES)
+        for is_one_row, condition in _cases(first, end):
+            with when(condition):
+                multiply_blocks(target, form, weight, rows, results, blocks, first, end, is_one_row)
 
 
 def expert_dense_product(
@@ -86,10 +88,15 @@ def expert_dense_product(
     for first, end, own in _chosen(addresses, chosen.starts, num_experts, 2):
         values = own.load(0).address(TYPES[dtype])
         results = Results(out, out_stride, own.load(1).address(f32) if has_bias else None, numbers=chosen.out_rows)
-        for is_one_row, condition in ((True, (end - first).equals(1)), (False, end - first > 1)):
+        for is_one_row, condition in _cases(first, end):
             with when(condition):
                 blocks = share(num_blocks, part, parts, tiling(target, dtype, is_one_row)[1][0])
                 multiply_dense_blocks(target, dtype, is_one_row, values, rows, results, blocks, first, end)
+
+
+def _cases(first: Value, end: Value) -> tuple[tuple[bool, Value], ...]:
+    """One row, and many."""
+    return (True, (end - first).equals(1)), (False, end - first > 1)
 
 
 def _chosen(

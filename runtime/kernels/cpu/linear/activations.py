@@ -1,13 +1,13 @@
 """Activation rows for a product, perhaps quantized: after a norm, or after a gated activation.
 
-A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so elements err by at most
-that magnitude over 65,024. An element is two int8 limbs, 256 * high + low. A row that is not finite remains so.
+A span of 32 or 256 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so elements err by at
+most that magnitude over 65,024. An element is two int8 limbs, 256 * high + low. A row that is not finite remains so.
 `quantize_rows_torch` computes the same integers."""
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.linear.int_product import IntRows
 from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
+from runtime.kernels.cpu.linear.product_memory import IntRows
 from runtime.kernels.cpu.linear.weight_form import COLUMNS
 from runtime.kernels.cpu.rows import gated_by, inverse_rms
 from runtime.kernels.llvm.language import (
@@ -17,15 +17,19 @@ from runtime.kernels.llvm.language import (
     Pointer,
     Value,
     absolute,
+    array,
     f32,
     i8,
+    i16,
     i32,
     joined,
     loop,
     number,
     rounded,
     share,
+    variable,
     where,
+    zeros,
 )
 
 _LANES = 16
@@ -42,29 +46,36 @@ def quantize_rows(
     part: Int,
     parts: Int,
     num_limbs: int,
+    span: int,  # columns that share a scale
     has_norm: bool,
     activation: str,  # silu, gelu_tanh, swiglu_clamped, or empty
     gated: bool,
 ) -> None:
     """Part i/n: a share of the rows."""
-    chunks = columns // COLUMNS
+    per = span // COLUMNS
+    prepared = array(f32, span)
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         own = x + row * x_stride
         factor = inverse_rms(own, columns, eps) if has_norm else None
-        for chunk in loop(0, chunks):
-            at = chunk * COLUMNS
-            pair = [
-                _prepared(own, at + half * _LANES, columns, factor, norm_weight, activation, gated) for half in range(2)
-            ]
-            index = row * chunks + chunk
-            largest = _largest(pair)
-            out.scales.store(index, largest / LARGEST[8 * num_limbs])
-            inverse = (number(LARGEST[8 * num_limbs], f32) / largest).repeat(_LANES)
-            numbers = [rounded(values * inverse).to(i32) for values in pair]
-            for half in range(2):
-                out.sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
-            _store(out.limbs + index * (num_limbs * COLUMNS), joined(*numbers), num_limbs)
+        for first in loop(0, columns // COLUMNS, per):
+            largest = variable(zeros(i32(_LANES)))
+            for at in loop(0, span, _LANES):
+                values = _prepared(own, first * COLUMNS + at, columns, factor, norm_weight, activation, gated)
+                prepared.store(at, values)
+                largest.set(_larger(largest.now, absolute(values).bitcast(i32(_LANES))))
+            bound = _bounded(largest.now)
+            inverse = (number(LARGEST[8 * num_limbs], f32) / bound).repeat(_LANES)
+            for chunk in loop(0, per):
+                index = (first + chunk) * num_rows + row
+                out.scales.store(index, bound / LARGEST[8 * num_limbs])
+                pair = [prepared.load(chunk * COLUMNS + half * _LANES, _LANES) for half in range(2)]
+                numbers = joined(*(rounded(values * inverse).to(i32) for values in pair))
+                for limb, part_of in enumerate(_limbs(numbers, num_limbs)):
+                    at = index * num_limbs + limb
+                    out.limbs.store(at * COLUMNS, part_of.to(i8))
+                    for half, own_half in enumerate(part_of.split(2)):
+                        out.sums.store(at * 2 + half, own_half.reduce(lambda a, b: a + b).to(i16))
 
 
 def float_rows(
@@ -102,21 +113,19 @@ def _prepared(
     return values
 
 
-def _largest(values: list[Value]) -> Value:
+def _larger(a: Value, b: Value) -> Value:
+    return where(a > b, a, b)
+
+
+def _bounded(magnitudes: Value) -> Value:
     """The largest magnitude, compared as bits, so that NaN is the largest; at least 2 ** -100."""
-    magnitudes = [absolute(each).bitcast(i32(_LANES)) for each in values]
-
-    def larger(a: Value, b: Value) -> Value:
-        return where(a > b, a, b)
-
-    largest = larger(*magnitudes).reduce(larger).bitcast(f32)
+    largest = magnitudes.reduce(_larger).bitcast(f32)
     return where(largest < SMALLEST_MAGNITUDE, number(SMALLEST_MAGNITUDE, f32), largest)
 
 
-def _store(at: Pointer, numbers: Value, num_limbs: int) -> None:
+def _limbs(numbers: Value, num_limbs: int) -> list[Value]:
+    """The numbers in int8 limbs, the high first, as int32."""
     if num_limbs == 1:
-        at.store(0, numbers.to(i8))
-        return
+        return [numbers]
     high = (numbers + 128) >> 8
-    at.store(0, high.to(i8))
-    at.store(COLUMNS, (numbers - (high << 8)).to(i8))
+    return [high, numbers - (high << 8)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.cpu.linear.int_product import TYPES, Results, row_number
+from runtime.kernels.cpu.linear.product_memory import TYPES, Results, row_number
 from runtime.kernels.cpu.linear.weight_form import ROWS
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (

@@ -10,6 +10,9 @@ Activations are split into two int8 limbs, 256 * high + low. Sums are exact in i
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 from llvmlite import ir
 
 from runtime.kernels.cpu.linear.weight_form import E2M1_OFFSET, E2M1_VALUES
@@ -22,11 +25,12 @@ _LARGEST_INT16 = 32767
 class Dot:
     """The sum over quads: values times activations, for one row of x and `lanes` weight rows."""
 
-    def __init__(self, target: Target, lanes: int, bits: int, limbs: int) -> None:
+    def __init__(self, target: Target, lanes: int, bits: int, limbs: int, is_scaled: bool = False) -> None:
         self.target, self.lanes, self.bits, self.limbs = target, lanes, bits, limbs
         self._sums: dict[tuple[int, int], Value] = {}  # (limb, shift of the value's part) -> a partial sum
         self._pairs: dict[tuple[int, int], int] = {}  # additions in int16 since the last widening
         self._wide: Value | None = None
+        self._is_scaled, self._full = is_scaled, dict[int, list[Value]]()  # limb -> full sums of pairs, int16
 
     @property
     def moved(self) -> int:
@@ -42,6 +46,15 @@ class Dot:
             key = limb, 0
             total = self._sums.get(key, zeros(i32(self.lanes)))
             self._sums[key] = _multiply_add(self.target, total, values, x, self.moved)
+
+    def scaled_totals(self, factors: Value) -> list[Value]:
+        """Each limb's sum times a small factor, as `stored_factors` holds it: i32 [lanes]."""
+        if self.target.dot != "avx2":
+            return [self._sums[limb, 0] * factors for limb in range(self.limbs)]
+        assert self.bits < 8, "values of 8 bits have two parts"
+        pairs = factors.bitcast(i16(2 * self.lanes))
+        sums = [[*self._full.get(limb, []), self._sums[limb, 0]] for limb in range(self.limbs)]
+        return [reduce(add, (pair_dot(self.target, each, pairs) for each in own)) for own in sums]
 
     def total(self) -> Value:
         """i32 [lanes]."""
@@ -65,12 +78,20 @@ class Dot:
                 key = limb, shift
                 products = _call("llvm.x86.avx2.pmadd.ub.sw", i16(2 * self.lanes), part, x)
                 if key in self._sums and (self._pairs[key] + 1) * largest > _LARGEST_INT16:
-                    self._widen(key)
+                    self._leave(key)
                 self._sums[key] = self._sums[key] + products if key in self._sums else products
                 self._pairs[key] = self._pairs.get(key, 0) + 1
 
+    def _leave(self, key: tuple[int, int]) -> None:
+        """Set a full partial sum aside."""
+        if not self._is_scaled:
+            self._widen(key)
+            return
+        self._full.setdefault(key[0], []).append(self._sums.pop(key))
+        self._pairs[key] = 0
+
     def _widen(self, key: tuple[int, int]) -> None:
-        """Move a partial sum of pairs to int32, times the weight of its limb and its value part."""
+        """Move a partial sum of pairs to int32, times the weight for its limb and its value part."""
         limb, shift = key
         factor = 1 << shift + (8 if limb == 0 and self.limbs == 2 else 0)
         factors = number(factor, i16(2 * self.lanes))
@@ -85,6 +106,26 @@ def _bytes(words: Value) -> Value:
 
 def _call(name: str, result: Type, *arguments: Value) -> Value:
     return Value(Trace.intrinsic(name, result.ir, [x.ir for x in arguments]), result)
+
+
+def stored_factors(target: Target, factors: Value) -> Value:
+    """Small factors (i32 [lanes]) as `scaled_totals` takes them: pairs in int16 for AVX2."""
+    return paired(factors, factors) if target.dot == "avx2" else factors
+
+
+def paired(first: Value, second: Value) -> Value:
+    """Two int16 of each lane (i32 [lanes]) in one word."""
+    return (first & 0xFFFF) | (second << 16)
+
+
+def pair_dot(target: Target, a: Value, b: Value) -> Value:
+    """Each lane's two products of int16, added: i32 [lanes] for i16 [2 * lanes]."""
+    lanes = a.type.lanes // 2
+    if target.triple.startswith("x86_64") and 4 * lanes == target.vector_bytes:
+        name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+        return _call(name, i32(lanes), a, b)
+    products = a.to(i32) * b.to(i32)
+    return products.lanes(range(0, 2 * lanes, 2)) + products.lanes(range(1, 2 * lanes, 2))
 
 
 def _multiply_add(target: Target, total: Value, values: Value, x: Value, moved: int) -> Value:

@@ -11,10 +11,8 @@ from runtime.kernels.cpu.linear.compiled_linear import Around, CompiledLinear
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS
+from runtime.kernels.cpu.linear.weight_form import COLUMNS, ROWS, row_span
 from runtime.kernels.llvm.launcher import Launcher, kernel
-
-_FEW_ROWS, _MANY_ROWS = (1,), (4, 2, 1)  # row counts that share a read of the weight
 
 
 class InterleavedLinear(CompiledLinear):
@@ -29,6 +27,7 @@ class InterleavedLinear(CompiledLinear):
     ) -> None:
         super().__init__(around)
         self.parts, self.num_limbs = tuple(parts), num_limbs
+        self.span = row_span(8 * num_limbs, *(part.form for part in parts))  # columns of rows that share a scale
         self.size_in, self.size_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
         # Kernels write whole blocks of 16 outputs, so parts between others must consist of such blocks.
         self.is_whole = all(part.shape[0] % ROWS == 0 for part in parts)
@@ -38,7 +37,7 @@ class InterleavedLinear(CompiledLinear):
         self.biases = [None if own is None else _padded(own) for own in biases]
 
     def multiply(self, rows: QuantizedRows, name: str) -> torch.Tensor:
-        num_rows = len(rows.scales)
+        num_rows = rows.scales.shape[1]
         if self.is_whole or len(self.parts) == 1:
             out = self.launcher.buffer(name, num_rows, -(-self.size_out // ROWS) * ROWS)
             self.multiply_into(out, rows, adds=False)
@@ -61,12 +60,12 @@ class InterleavedLinear(CompiledLinear):
         self, part: InterleavedWeight, out: torch.Tensor, at: int, rows: QuantizedRows, bias: torch.Tensor | None,
         adds: bool,
     ) -> None:  # fmt: skip
-        num_rows, num_chunks = rows.scales.shape
+        num_chunks, num_rows = rows.scales.shape
         function = kernel(
             int_product,
             form=part.form,
             limbs=self.num_limbs,
-            tiles=_FEW_ROWS if num_rows == 1 else _MANY_ROWS,
+            is_one_row=num_rows == 1,
             adds=adds,
             has_bias=bias is not None,
         )
@@ -81,28 +80,31 @@ class InterleavedLinear(CompiledLinear):
     def prepared(
         self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
     ) -> QuantizedRows:
-        return quantized_rows(self.launcher, x, self.size_in, self.num_limbs, norm_weight, eps, activation, gated)
+        return quantized_rows(
+            self.launcher, x, self.size_in, (self.num_limbs, self.span), norm_weight, eps, activation, gated
+        )
 
 
 def quantized_rows(
     launcher: Launcher,
     x: torch.Tensor,  # float32 [rows, at least size_in]
     size_in: int,
-    num_limbs: int,
+    precision: tuple[int, int],  # limbs of a number, and columns that share a scale
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     activation: str = "",
     gated: bool = False,
 ) -> QuantizedRows:
     """Rows for a product, after the norm or the activation; valid until the next call."""
-    num_rows, chunks = len(x), size_in // COLUMNS
+    (num_limbs, span), num_rows, chunks = precision, len(x), size_in // COLUMNS
     rows = QuantizedRows(
-        launcher.buffer("limbs", num_rows, chunks, num_limbs, COLUMNS, dtype=torch.int8),
-        launcher.buffer("scales", num_rows, chunks),
-        launcher.buffer("sums", num_rows, chunks, 2, dtype=torch.int32),
+        launcher.buffer(f"limbs {span}", chunks, num_rows, num_limbs, COLUMNS, dtype=torch.int8),
+        launcher.buffer(f"scales {span}", chunks, num_rows),
+        launcher.buffer(f"sums {span}", chunks, num_rows, num_limbs, 2, dtype=torch.int16),
     )
     has_norm = norm_weight is not None
-    function = kernel(quantize_rows, num_limbs=num_limbs, has_norm=has_norm, activation=activation, gated=gated)
+    chosen = {"has_norm": has_norm, "activation": activation, "gated": gated}
+    function = kernel(quantize_rows, num_limbs=num_limbs, span=span, **chosen)
     arguments = (x, norm_weight, *rows, num_rows, size_in, x.stride(0), eps)
     launcher.launch(function, arguments, launcher.parts(num_rows, 8 * num_rows * size_in))
     return rows

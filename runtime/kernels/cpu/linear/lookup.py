@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.kernels.cpu.linear.dot import e2m1_values
-from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.product_memory import TYPES
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.llvm.language import (
     F16s,

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.product_memory import TYPES
 from runtime.kernels.cpu.linear.weight_form import COLUMNS, QUAD, ROWS
 from runtime.kernels.linear import weight_memory
 from runtime.kernels.llvm.language import F32s, Int, U8s, Value, loop, share, u32

@@ -41,3 +41,8 @@ class WeightForm(NamedTuple):
     @property
     def chunk_bytes(self) -> int:
         return ROWS * COLUMNS * self.bits // 8
+
+
+def row_span(bits: int, *forms: WeightForm) -> int:
+    """The columns that share a scale in rows of this precision, for weights with these forms."""
+    return max(form.super_size or COLUMNS for form in forms) if bits == 16 else COLUMNS
