@@ -20,6 +20,8 @@ from runtime.loading.gguf import ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES
 from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.models import FAMILIES, Family, load_spec
+from runtime.models.families.defaults import with_defaults
+from runtime.models.heads.names import QWEN, names_of
 from runtime.models.published import PUBLISHED
 from runtime.models.towers.specs import takes_images
 from runtime.quant import METHODS
@@ -148,12 +150,20 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
         yield _line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}")
     yield _line("RoPE", ", ".join(get_args(RopeType)))
     yield _line("images", "by the image encoder among its files" if takes_images(architecture) else "none")
+    yield _line("draft heads", f"{'in its checkpoints (--draft mtp), and ' * _brings_head(architecture, family)}EAGLE")
     for i, chat in enumerate(family.chats):
         reasons = ", reasoning" if chat.reasons else ""
         yield _line("" if i else "chat template", f"{chat.template}: tool calls ({chat.tools}){reasons}")
     if not family.chats:
         yield _line("chat template", "none")
     yield from _memory(architecture, family)
+
+
+def _brings_head(architecture: str, family: Family) -> bool:
+    """True if the family's checkpoints have a head that drafts tokens."""
+    configs = (with_defaults({}, architecture), *_configs(architecture).values())
+    has_layer = any(config.get("num_nextn_predict_layers") for config in configs)
+    return has_layer or names_of(family.weight_map) is QWEN
 
 
 def _memory(architecture: str, family: Family) -> Iterator[str]:

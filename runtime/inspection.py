@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.base.config import EngineConfig
+from runtime.base.config import MTP, EngineConfig
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.latent_spec import LatentSpec
 from runtime.base.model.tower_spec import TowerSpec
 from runtime.base.shard import Shard
@@ -17,10 +19,11 @@ from runtime.loading import folder
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.loading.resolve import resolve, resolve_adapter
+from runtime.loading.resolve import resolve, resolve_adapter, with_known_draft
 from runtime.media.families import image_rule
 from runtime.models import load_spec
 from runtime.models.towers.specs import tower_spec
+from runtime.models.weight_map import WeightMap
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
     from runtime.loading.checkpoint import Checkpoint
 
+_GIB = 1 << 30
 _LABEL_WIDTH = 14
 _SIDES = 512, 1024  # sides of example pictures, in pixels
 _DTYPES = ("dtype", "torch_dtype")  # keys in a config.json
@@ -57,16 +61,18 @@ def model_report(config: EngineConfig) -> str:
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
     tower, no_images = _tower(config, config_json, checkpoint)
+    head, head_line = _head(config, path, spec, weight_map, checkpoint or config_json)
     lines = [
         _line("model", config.model),
         _line("files", str(path)),
         _line("architecture", _architecture(config_json, spec)),
         _line("parameters", _parameters(spec)),
         _line("images", no_images or _images(config, tower, path)),
+        *[_line("draft head", head_line)] * bool(head_line),
         _line("stored as", stored),
         *unused,
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
-        *_here(config, spec, checkpoint, None if no_images else tower),
+        *_here(config, spec, checkpoint, None if no_images else tower, head),
         *_text(config, path),
     ]
     return "\n".join(lines)
@@ -81,6 +87,7 @@ def check_model(config: EngineConfig) -> None:
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config)
+    with_known_draft(config)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(resolve_adapter(adapter)).check_rank(config.max_lora_rank)
@@ -173,6 +180,45 @@ def _images(config: EngineConfig, tower: TowerSpec | None, path: Path) -> str:
     return "; ".join(parts)
 
 
+def _head(
+    config: EngineConfig, path: Path, spec: DecoderSpec, weight_map: WeightMap, files: Checkpoint | dict[str, Any]
+) -> tuple[HeadSpec | None, str]:
+    """Return the head that `config.draft` names, for the plan, and the text about it or the checkpoint's own.
+
+    `files` is the config.json where weights are not here. The text is empty without a head."""
+    from runtime.models.heads.find import brings_head, checkpoint_head
+    from runtime.models.heads.quantized_head import copy_bytes, quantized_head
+    from runtime.quant.model_formats import weight_bytes
+    from runtime.worker.runner import choose_numerics
+    from runtime.worker.sources import CheckpointSource
+
+    config_json, names = (files, ()) if isinstance(files, dict) else (files.config, files.names())
+    config = with_known_draft(config)
+    if not config.has_head and not brings_head(config_json, names, spec.num_layers, weight_map):
+        return None, ""
+    if isinstance(files, dict):
+        return None, "by its config.json; the weights' files decide whether it runs"
+    numerics, size = choose_numerics(config), config.tensor_parallel_size
+    target = quantized_at_load(spec, config, numerics.device.type).of_rank(Shard(0, size))
+    try:
+        if config.draft == MTP or not config.has_head:
+            found = checkpoint_head(config_json, files, "", spec, weight_map).spec
+        else:
+            source = CheckpointSource(path).head(config.draft, config.head_layers)
+            assert source is not None, "`config.draft` names a head"
+            found = source.spec
+        rank = quantized_head(found, target, config, numerics).for_rank(Shard(0, size))
+    except CallboardError as e:
+        return None, f"none that runs. {e}"
+    copied, parts = copy_bytes(rank.decoder, numerics), [found.kind]
+    parts[0] += f", {sum(map(math.prod, found.decoder.shapes().values())):,} parameters"
+    parts.append(f"{weight_bytes(rank.decoder, numerics) / _GIB:.2f} GiB on {'the device' if size == 1 else 'a rank'}")
+    parts += [f"{copied / _GIB:.2f} GiB for a copy of the output head (draft_quantization)"] if copied else []
+    parts += [f"reads the inputs of layers {', '.join(map(str, found.taps))} (draft_layers)"] if found.taps else []
+    parts += [] if config.has_head else ["--draft mtp uses it"]
+    return rank if config.has_head else None, "; ".join(parts)
+
+
 def _positions(spec: DecoderSpec) -> str:
     if spec.learned_positions:
         return "learned positions"
@@ -186,7 +232,13 @@ def _positions(spec: DecoderSpec) -> str:
     return text
 
 
-def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, tower: TowerSpec | None) -> list[str]:
+def _here(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    tower: TowerSpec | None,
+    head: HeadSpec | None,
+) -> list[str]:
     """Describe the model's use of this machine. Raises CallboardError if its weights cannot have the requested form."""
     from runtime.quant.model_formats import check_products
     from runtime.quant.report import weight_report
@@ -197,10 +249,11 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
     device = numerics.device.type
     spec = quantized_at_load(spec, config, device).of_rank(Shard(0, config.tensor_parallel_size))
     check_products(spec, numerics, config)
+    spec = spec if head is None else replace(spec, draft_layers=head.layers)
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         available = available // spec.shard.size if device == "cpu" else available
-        plan = str(plan_memory(config.sized_for(device), spec, numerics, available, tower)).removeprefix(
+        plan = str(plan_memory(config.sized_for(device), spec, numerics, available, tower, head)).removeprefix(
             "memory plan: "
         )
     except CallboardError as e:

@@ -30,8 +30,7 @@ from runtime.core.executor import InProcess
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
-from runtime.loading.folder import with_known_draft
-from runtime.loading.resolve import resolve, resolve_adapter
+from runtime.loading.resolve import resolve, resolve_adapter, with_known_draft
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
 from runtime.output.image_forms import conversations_in, processor_for, with_images, with_marks

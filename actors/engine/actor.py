@@ -26,7 +26,7 @@ from actors.wire.weight_calls import A, WeightCall
 from runtime.background import in_background
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
-from runtime.loading.folder import with_known_draft
+from runtime.loading.resolve import with_known_draft
 
 _CHECK_S = 1.0  # seconds between checks of the runners, the steps and the draft
 _LOADING_S = 1.0  # seconds between progress reports to a front that waits for the model

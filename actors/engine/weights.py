@@ -98,6 +98,7 @@ class EngineWeights:
         self._finish, self._call, self._changed = finish, call, changed
         self.version = core.scheduler.info.weights  # None without weight_updates
         self._stored = self.version  # that fresh runners would have
+        self._draft_head = ""  # what the last update did to a head
         self._is_asleep = is_asleep
         self._pending: deque[tuple[Callable[[], None], Future[Any]]] = deque()  # until the current step ends
         self._update: _Update | None = None
@@ -233,7 +234,8 @@ class EngineWeights:
         assert self.version is not None
         is_stored = self._stored is not None and self._stored.serial == self.version.serial
         is_paused, is_open = self.pauses.current is not None, self._update is not None
-        return WeightState(is_paused, self.version.name, self.version.serial, is_stored, is_open, self._num_ranks)
+        named = self.version.name, self.version.serial
+        return WeightState(is_paused, *named, is_stored, is_open, self._num_ranks, self._draft_head)
 
     def _on_ranks(
         self, method: Callable[Concatenate[Any, P], Any], answer: NoAnswer, *args: P.args, **kw: P.kwargs
@@ -358,7 +360,7 @@ class EngineWeights:
         version = version.after(update.id, call.weight_version, is_complete)
         start = time.monotonic()
         try:
-            fingerprint = self._ranks(RankWeights.weights_apply, version)[0]
+            applied = self._ranks(RankWeights.weights_apply, version)[0]
         except RunnersLost:
             raise
         except CallboardError as e:  # some ranks may have new weights
@@ -366,11 +368,11 @@ class EngineWeights:
         self._count_seconds("receive", start - update.begun_at)
         self._count_seconds("apply", time.monotonic() - start)
         self._end(update)
-        self.version = version
+        self.version, self._draft_head = version, applied.draft_head
         self._meter.figures.count("callboard:weight_updates", "applied")
         info, pause = self._core.scheduler.info, self.pauses.current
         kv = call.kv or ("recompute" if pause is None else pause.kv)
-        self._core.scheduler.use_weights(replace(info, fingerprint=fingerprint, weights=version), kv == "keep")
+        self._core.scheduler.use_weights(replace(info, fingerprint=applied.fingerprint, weights=version), kv == "keep")
         self._changed()
         self._storing = Future()
         if call.wait_stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from actors.wire.weight_calls import SentPart
+from actors.wire.weight_calls import Applied, SentPart
 from runtime.base.types import CallboardError
 from runtime.base.weight_parts import GroupInfo
 from runtime.base.weight_version import WeightVersion
@@ -52,9 +52,9 @@ class RankWeights:
         """Return True if the staged tensors are all of the model's."""
         return self._updates.check()
 
-    def weights_apply(self, version: WeightVersion) -> str:
-        """Take the staged weights, while no plan is computed. Returns the model's new fingerprint."""
-        return self._runner.update_weights(version)
+    def weights_apply(self, version: WeightVersion) -> Applied:
+        """Take the staged weights, while no plan is computed."""
+        return Applied(self._runner.update_weights(version), self._updates.draft_head)
 
     def weights_store(self) -> None:
         """Write the weights to the store of this node, while steps continue."""

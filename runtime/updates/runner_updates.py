@@ -32,7 +32,7 @@ from runtime.models.decoder_build import builder_beside
 from runtime.models.weights import reader
 from runtime.quant.weight_format import TensorSource
 from runtime.updates.apply import apply_sections, taken
-from runtime.updates.model_tensors import HEAD_ROWS, TOWER, ModelTensors
+from runtime.updates.model_tensors import DRAFT_HEAD, HEAD_ROWS, TOWER, ModelTensors
 from runtime.updates.random_weights import UndrawnTensors
 from runtime.updates.slices import Overlay, Recorder, SliceSet
 from runtime.updates.staging import Stage, StagingMemory
@@ -68,10 +68,12 @@ class RunnerUpdates:
         self._layers: list[StoredSlices] = [] if stored is None else stored.layers
         self._newest: SliceSet | None = None  # applied and not stored yet
         self._staged = SliceSet()
-        self._recorder = Recorder(self._overlay())
+        self._recorder, self._head_recorder = Recorder(self._overlay()), Recorder(self._overlay())
         self.source: ModelSource = source
+        self.head_tensors: TensorSource | None = None
         if isinstance(source, CheckpointSource):
-            self.source = source.with_tensors(self._recorder)
+            self.source, self.head_tensors = source.with_tensors(self._recorder), self._head_recorder
+        self.draft_head = ""
         self._receiving, self._storing, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._num_dropped = 0  # updates that were discarded; a receive that began before stages nothing
         self._ipc: IpcReceiver | None = None
@@ -87,8 +89,9 @@ class RunnerUpdates:
         self._changing, self._changed = changing, changed
         dense = set[str]().union(*(layer.slices.dense for layer in self._layers))
         self._tensors = ModelTensors(
-            parts.spec, parts.source.weight_map, parts.numerics, self._base, self._recorder.parts, dense
-        )
+            parts.spec, parts.source.weight_map, parts.numerics, self._base, self._recorder.parts, dense,
+            self._head_recorder.parts,
+        )  # fmt: skip
         self._memory = StagingMemory(self._device, room)
         self._num_threads = torch.get_num_threads()
 
@@ -213,6 +216,9 @@ class RunnerUpdates:
             source = source.with_tensors(overlay)
         take = partial(taken, in_place=self._device.type == "cuda")
         self._changed(source if sections & {HEAD_ROWS, TOWER} else None, take)
+        if parts.head is not None:
+            self.draft_head = tensors.draft_head(staged)
+            parts.head.follow(overlay if DRAFT_HEAD in sections else None, take)
 
     def store(self) -> None:
         """Write the applied weights to the store, and free the staged memory.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.shard import Shard
-from runtime.loading.folder import with_known_draft
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import resolve, with_known_draft
+from runtime.models.heads.quantized_head import quantized_head
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import format_names
 from runtime.worker.memory import plan_memory
@@ -34,12 +34,13 @@ def expected_model(config: EngineConfig, gpu: bool, most_bytes: int) -> Expected
     own = replace(config, device="cpu", kernel_backend="auto") if gpu else config
     source = CheckpointSource(resolve(config.model, config.revision))
     numerics, size = choose_numerics(own), config.tensor_parallel_size
-    first, head = Shard(0, size), source.head(config.draft)
+    first, head = Shard(0, size), source.head(config.draft, config.head_layers)
     layers = () if head is None else head.spec.layers
     spec = replace(quantized_at_load(source.spec, own, "cpu"), draft_layers=layers).of_rank(first)
+    rank_head = None if head is None else quantized_head(head.spec, spec, own, numerics).for_rank(first)
     available = 1 << 62 if gpu else (most_bytes - _PROCESSES_BYTES) // size
     images = image_info(source, config.sized_for("cuda" if gpu else "cpu"))
-    tower, rank_head = None if images is None else source.tower, None if head is None else head.spec.for_rank(first)
+    tower = None if images is None else source.tower
     plan = plan_memory(own.sized_for("cpu"), spec, numerics, available, tower, rank_head)
     num_bytes = plan.total * size + _PROCESSES_BYTES
     if config.has_draft_model:

@@ -37,6 +37,7 @@ from runtime.core.plan import Encoding, NewSlot, StepPlan, StepResult
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import Embeds, Taps
+from runtime.quant.weight_format import TensorSource
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
@@ -154,6 +155,9 @@ class BlockCopier(Protocol):
         """Wait for the transfers in flight, and forget them."""
 
 
+Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
+
+
 class StepHead(SlotKeeper, Protocol):
     """A head that drafts tokens in a runner's steps. Each kind of steps calls it in its own way."""
 
@@ -168,8 +172,11 @@ class DraftingHead(Protocol):
     whole: HeadSpec
     fingerprint: str
 
-    def load(self, decoder: Decoder, num_positions: int) -> None:
-        """Read the weights, after the decoder's."""
+    def load(self, decoder: Decoder, num_positions: int, updated: TensorSource | None = None) -> None:
+        """Read the weights, after the decoder's. `updated` has the checkpoint's tensors with updates over them."""
+
+    def follow(self, updated: TensorSource | None, take: Take) -> None:
+        """The target has new weights. `updated` has the head's, if the update brings some."""
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """`info` with the head."""
@@ -274,9 +281,8 @@ class UpdateParts(NamedTuple):
     spec: DecoderSpec  # this rank's, with its weights' encodings
     numerics: Numerics
     least: Callable[[int], int]  # the ranks' smallest value; all call it at the same time
+    head: DraftingHead | None = None
 
-
-Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
 
 # Called when the decoder has new weights; with their source if the classifier or the image encoder has changed, too.
 WeightsChanged = Callable[[ModelSource | None, Take], None]
@@ -287,6 +293,8 @@ class WeightUpdates(Protocol):
 
     version: WeightVersion  # version of the weights that the runner serves
     source: ModelSource  # the stored version, which the runner loads
+    head_tensors: TensorSource | None  # the stored version's, for a head in the checkpoint; None for random weights
+    draft_head: str  # what the last update did to the head: updated, partly or kept; empty without one
 
     def open(
         self, decoder: Decoder, max_model_len: int, room: int, changing: Callable[[], None], changed: WeightsChanged
@@ -351,7 +359,7 @@ class RunnerExtras:
     images: Callable[[RunnerParts], ImageEncoder | None] | None = None
     tier: Callable[[RunnerParts], BlockCopier | None] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
-    head: Callable[[EngineConfig, ModelSource, Shard], DraftingHead | None] | None = None
+    head: Callable[[EngineConfig, ModelSource, DecoderSpec, Numerics], DraftingHead | None] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
     updates: Callable[[UpdateParts], WeightUpdates] | None = None
     kernels: Callable[[KernelParts], KernelsAhead | None] | None = None

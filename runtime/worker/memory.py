@@ -23,6 +23,7 @@ from runtime.kernels.attention.latent_torch import MAX_EXPANDED
 from runtime.kernels.linear.lora import padded_rank
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
+from runtime.models.heads.quantized_head import copy_bytes
 from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, weight_bytes
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
@@ -173,7 +174,8 @@ def _weight_bytes(spec: DecoderSpec, head: HeadSpec | None, numerics: Numerics) 
     own = weight_bytes(spec, numerics)
     if head is None:
         return own, 0
-    return own + weight_bytes(head.decoder, numerics), head.block_width * numerics.dtype.itemsize
+    weights = weight_bytes(head.decoder, numerics) + copy_bytes(head.decoder, numerics)
+    return own + weights, head.block_width * numerics.dtype.itemsize
 
 
 def _num_snapshots(asked: float | None, states: StateGroupSpec, budget: int, room: int) -> int:

@@ -83,12 +83,13 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
         self._large_step_us = math.inf  # a decode step with many rows, if it was measured
-        self.head = None if extras.head is None or is_draft else extras.head(config, source, self.shard)
+        spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
+        own = spec.of_rank(self.shard)
+        self.head = None if extras.head is None or is_draft else extras.head(config, source, own, numerics)
         if config.pinned_acceptance is not None and not is_draft:
             if self.head is None:
                 raise CallboardError("pinned_acceptance needs a draft head; leave it out, or name a head as draft.")
             logger.warning("pinned_acceptance is set: tokens are not the model's. It is for benchmarks.")
-        spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft)
         if self.head is not None:
             spec = replace(spec, draft_layers=self.head.whole.layers)
         self.spec = spec.of_rank(self.shard)
@@ -134,14 +135,15 @@ class ModelRunner:
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         if config.weight_updates and self._plugged.updates is not None:
-            self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least))
+            self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least, self.head))
             source = self.updates.source
         with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():
             self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
             parts = RunnerParts(config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
             self.images = None if self._plugged.images is None else self._plugged.images(parts)
             if self.head is not None:
-                self.head.load(self.decoder, self.memory.max_model_len)
+                tensors = None if self.updates is None else self.updates.head_tensors
+                self.head.load(self.decoder, self.memory.max_model_len, tensors)
         self.tier = None if self._plugged.tier is None else self._plugged.tier(parts)
         self._make_extras(parts)
         self.kv_scales = None

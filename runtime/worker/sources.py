@@ -27,6 +27,7 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
+from runtime.loading.resolve import resolve
 from runtime.media.rule import ImageRule
 from runtime.models import CLASSIFIER
 from runtime.models.checkpoint_model import checkpoint_model
@@ -90,9 +91,10 @@ class ModelSource(Protocol):
     def kv_scales(self) -> torch.Tensor | None:
         """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None if all are 1."""
 
-    def head(self, draft: str | None) -> HeadSource | None:
+    def head(self, draft: str | None, layers: tuple[int, ...] | None = None) -> HeadSource | None:
         """The head that the setting `draft` names; None if it names none.
 
+        `layers` replaces the ids in its config.json.
         Raises CallboardError for a head that the model cannot have."""
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
@@ -109,8 +111,12 @@ class HeadSource(Protocol):
     def fingerprint(self) -> str:
         """Identifies these weights, on any machine."""
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
-        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> DraftHead:
+        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share.
+
+        A head in the target's checkpoint reads them from `updated` if given: the tensors, with updates over them."""
 
 
 class Tower(Protocol):
@@ -218,17 +224,18 @@ class CheckpointSource:
     def kv_scales(self) -> torch.Tensor | None:
         return read_kv_scales(self.checkpoint, self.spec)
 
-    def head(self, draft: str | None) -> HeadSource | None:
+    def head(self, draft: str | None, layers: tuple[int, ...] | None = None) -> HeadSource | None:
         if draft == MTP:
             config, tensors = self.checkpoint.config, self._tensors
             return checkpoint_head(config, tensors, self.fingerprint, self.spec, self.weight_map)
         if draft is None or not draft.startswith(HEAD):
             return None
-        own, name = open_checkpoint(Path(draft.removeprefix(HEAD))), self.weight_map.names["embed"]
+        path = resolve(draft.removeprefix(HEAD), progress=False)
+        own, name = open_checkpoint(path), self.weight_map.names["embed"]
         embedding = self._tensors, name if name in self._tensors else self.weight_map.base + name
         if is_assistant(own.config):
             return assistant_files(own.config, own, own.fingerprint, self.spec)
-        return folder_head(own.config, own, own.fingerprint, self.spec, embedding)
+        return folder_head(own.config, own, own.fingerprint, self.spec, embedding, layers)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
@@ -272,7 +279,7 @@ class DummySource:
     def kv_scales(self) -> None:
         return None
 
-    def head(self, draft: str | None) -> HeadSource | None:
+    def head(self, draft: str | None, layers: tuple[int, ...] | None = None) -> HeadSource | None:
         return None if self.draft_head is None or draft != MTP else DrawnHead(self.draft_head, self.seed)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:

@@ -56,7 +56,7 @@ SUBJECTS = {
     "speculation": Subject(
         "draft tokens, several of which the model verifies in a step",
         ("draft", "num_draft_tokens", "draft_quantization", "draft_device", "draft_ahead", "draft_kv_cache_memory",
-         "draft_shared", "pinned_acceptance"),
+         "draft_shared", "draft_layers", "pinned_acceptance"),
     ),
     "adapters": Subject(
         "adapters (LoRA), which clients use as models",

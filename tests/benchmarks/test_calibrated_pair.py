@@ -5,8 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.drafts.acceptance import Text, extend, find_matches, tokens_a_round
-from benchmarks.drafts.calibrated_pair import DRAFTS, TARGET, TINY_DRAFT, TINY_TARGET, Pair, calibrate, num_bytes
+from benchmarks.drafts.calibrated_pair import (
+    DRAFTS,
+    TARGET,
+    TINY_DRAFT,
+    TINY_TARGET,
+    Pair,
+    Text,
+    calibrate,
+    extend,
+    find_matches,
+    num_bytes,
+    tokens_a_round,
+)
 from benchmarks.library.make_random_model import write_folder
 from runtime.base.config import EngineConfig
 from runtime.base.types import SamplingParams

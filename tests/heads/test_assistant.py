@@ -17,7 +17,7 @@ from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.cpu_support import obstacle
-from runtime.loading.folder import with_known_draft
+from runtime.loading.resolve import with_known_draft
 from runtime.models.heads.assistant import CENTROID_ORDER, LAST_KEY_POSITION, POST, PRE
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

@@ -55,7 +55,7 @@ def test_every_flag_reaches_its_field():
         "cuda_graphs": False, "prefill_graph_tokens": 512, "max_itl_ms": 20.5, "late_planning": False,
         "tensor_parallel_size": 2, "num_threads": 1, "max_queued_requests": 7, "max_loras": 3, "max_lora_rank": 8,
         "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "pinned_acceptance": 2.5,
-        "draft_device": "cpu", "draft_ahead": 4,
+        "draft_device": "cpu", "draft_ahead": 4, "draft_layers": "2,4,7",
         "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
         "max_queued_bytes": 90, "cpu_activations": "int8",
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,

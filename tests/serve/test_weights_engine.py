@@ -42,6 +42,15 @@ async def test_a_stream_goes_on_with_the_new_weights():
         assert (await http.get("/get_world_size")).json() == {"world_size": 1}
 
 
+async def test_an_update_reports_what_it_did_to_a_head():
+    async with serving(weight_updates=True) as (engine, url), httpx.AsyncClient(base_url=url) as http:
+        for head in ("kept", "updated"):
+            engine.runners[-1].draft_head = head
+            await http.post("/start_weight_update")
+            await http.post("/update_weights", json={"update_info": TENSORS})
+            assert (await http.post("/finish_weight_update")).json()["draft_head"] == head
+
+
 async def test_a_pause_that_aborts_returns_what_there_is():
     async with serving(delay_s=0.02, weight_updates=True) as (engine, url), httpx.AsyncClient(base_url=url) as http:
         rollout = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}

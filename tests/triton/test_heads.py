@@ -13,6 +13,7 @@ from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.core.plan import DEVICE_DRAFT
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.sampling.pinned import pin_samples, pin_samples_torch
 from runtime.kernels.step import draft_rows
 from runtime.models.heads.mtp import mtp_spec
@@ -43,6 +44,7 @@ HEADS = {  # each with its target
 def headed_runner(backend: str, head: str = "mtp", **config) -> ModelRunner:
     own = {"device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 4, "max_model_len": MAX_LEN, "num_threads": 1}
     own |= {"dtype": "float32", "draft": "mtp", "max_num_batched_tokens": 96, "kernel_backend": backend}
+    own |= {"draft_quantization": "none"}  # the torch path lacks quantized weights
     spec, draft_head = HEADS[head]
     with mock.patch.object(WarmUp, "build_kernels"), mock.patch.object(ModelRunner, "_time_steps"):
         return build_runner(EngineConfig(**own | config), DummySource(spec, draft_head=draft_head))
@@ -229,6 +231,28 @@ def test_a_head_that_is_not_finite_drafts_nothing(runners):
         rounds.prefill(0, prompt(9), drafts=2)
         rounds.verify(0, given=2, drafts=2)
     assert rounds.kept[4:6] == [[-1, -1], (0, 0)]
+
+
+@pytest.mark.parametrize("form", ["auto", "fp8"])
+def test_drafts_read_the_output_head_in_8_bits(runners, form):
+    """Rounded rows make the draft logits, and the target's own head makes the samples."""
+    runner, tolerance = headed_runner("triton", draft_quantization=form), 0.01 if form == "auto" else 0.1
+    own, plain, generator = runner.head.head, runners[1].head.head, torch.Generator().manual_seed(0)
+    copied, weight = own.output_copy, own.target.head.weight
+    rows = dequantize_triton(copied.quantized, torch.float32)
+    assert (rows - weight).norm() < tolerance * weight.norm()
+    for num_rows in (1, 8, 20):
+        x = torch.randn((num_rows, SPEC.hidden_size), generator=generator)
+        torch.testing.assert_close(copied.in_float32(x), x @ rows.T, rtol=0, atol=0.02)
+        error = (own.logits(x) - plain.logits(x)).norm() / plain.logits(x).norm()
+        assert 0 < error < tolerance
+    known = []
+    for each in (runner, runners[1]):
+        several_rounds(rounds := Rounds(each, ((4, 1), (4, 3))))
+        known.append(rounds.known)
+    for got, want in zip(*(known[i].values() for i in (0, 1)), strict=True):
+        shortest = min(len(want), len(got))
+        assert want[:shortest] == got[:shortest]
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------

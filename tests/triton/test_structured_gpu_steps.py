@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from runtime.base.types import FinishReason, Grammar, SamplingParams
+from runtime.speculation.head_drafter import HeadDrafter
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.step_rows import MixedShape
@@ -65,6 +66,22 @@ def test_triton_gives_the_same_tokens_as_torch(monkeypatch):
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+def test_automata_follow_the_draft_tokens_of_a_head():
+    """At first the host masks the samples after draft tokens, then automata on the device do."""
+    letters = regex("[ab]{4,12}c")
+    params = [hot(letters, max_tokens=14), hot(letters, max_tokens=14, temperature=0.0), hot(None, max_tokens=9)]
+    want = tokens_and_reasons(answers(small_runner("torch"), params))
+    runner = small_runner("triton", has_head=True)
+    assert tokens_and_reasons(answers(runner, params, HeadDrafter(runner.info.head), guesses=2)) == want
+    assert runner.steps.head.made is not None, "it has drafted"
+    engines = runner.masks._engines.result()
+    engines.policy = AutomatonPolicy(0.0, 0)  # at once
+    while engines.matcher(letters).engine == "lazy":
+        time.sleep(0.02)
+    assert tokens_and_reasons(answers(runner, params, HeadDrafter(runner.info.head), guesses=2)) == want
+
+
 def test_ranks_with_parts_of_the_vocabulary_sample_as_one():
     """Plain and filtered rows within graphs; masks, penalties and log-probabilities beside them."""
     params = [

@@ -95,13 +95,9 @@ class QuantizedLinear(FusedLinear):
         else:
             residual.add_(self._product(x))
 
-    def logits(
-        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`normed` in float32, for any number of rows; the head computes only prompts' last rows."""
-        if self._is_skinny(x):
-            return super().logits(x, norm_weight, eps, out)
-        return self.tiled(self.norm(x, norm_weight, eps), out_dtype=torch.float32, out=out)
+    def _float32_product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """For any number of rows: a head computes only prompts' last ones."""
+        return self.tiled(x, out_dtype=torch.float32, out=out)
 
 
 class QuantizedActivationLinear(QuantizedLinear, ABC, Generic[Rows]):

@@ -58,7 +58,9 @@ class AssistantFiles:
     tensors: TensorSource
     fingerprint: str
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> AssistantHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> AssistantHead:
         """Read the weights, after a check of all tensors. `spec` is this head's, or one rank's share."""
         ids = _ordered_ids(self.tensors, spec.decoder.whole.vocab_size) if spec.num_ids else None
         read = read_from(self.tensors, spec.decoder, _WEIGHT_MAP, target.numerics)

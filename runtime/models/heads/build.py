@@ -13,6 +13,7 @@ from runtime.models.heads.eagle import EagleHead
 from runtime.models.heads.head import DraftHead
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.weights import ReadWeight, draw
+from runtime.quant.weight_format import TensorSource
 
 # key: HeadSpec.kind. Arguments: the rank's spec, the target, the weights, a request's most positions
 KINDS: dict[str, Callable[[HeadSpec, Decoder, ReadWeight, int], DraftHead]] = {
@@ -38,5 +39,7 @@ class DrawnHead:
     def fingerprint(self) -> str:
         return f"dummy-{self.seed}-{self.spec}"
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> DraftHead:
         return build_head(spec, target, draw(spec.decoder, target.numerics, self.seed + 1), num_positions)

@@ -54,14 +54,14 @@ class EagleHead(DraftHead):
 
     def _own_head(self, builder: LayerBuilder) -> Linear:
         """The rows of the head for the rank's token ids."""
-        weight, tokens = builder.dense("draft_head"), self.spec.decoder.token_ids
-        ids = torch.arange(len(weight)) if self._ids is None else self._ids
+        held, tokens = builder.maps.read("draft_head"), self.spec.decoder.token_ids
+        device, ids = held.tensors[0].device, torch.arange(held.num_rows) if self._ids is None else self._ids
         is_own = (ids >= tokens.start) & (ids < tokens.stop)
         if not is_own.all():
-            weight = weight[is_own.to(weight.device)]
+            held = held._replace(tensors=tuple(tensor[is_own.to(device)] for tensor in held.tensors))
         if self._ids is not None:
-            self._columns = (ids[is_own] - tokens.start).to(weight.device)
-        return builder.maps.kernels.linear([weight], None)
+            self._columns = (ids[is_own] - tokens.start).to(device)
+        return builder.maps.kernels.linear([held.operand], None)
 
     def combined(self, features: torch.Tensor) -> torch.Tensor:
         if self.spec.kind == "eagle":
@@ -104,9 +104,9 @@ class EagleHead(DraftHead):
         """[n, own ids] float32, with the columns of the head that makes them."""
         if self.head_norm is not None:
             if self.head is None:
-                return self.target.logits_after(x, self.head_norm, self.eps, out).float()
+                return self.target.logits_after(x, self.head_norm, self.eps, out, self.output_copy).float()
             return self.head.logits(x, self.head_norm, self.eps, out).float()
-        logits = (self.head or self.target.head).in_float32(x)
+        logits = (self.head or self.output_copy or self.target.head).in_float32(x)
         if (scale := self.spec.decoder.logit_scale) != 1.0:
             logits.mul_(scale)
         cap = self.target.spec.logit_soft_cap if self.head is None else 0.0

@@ -56,7 +56,9 @@ class EagleFiles:
     ids: torch.Tensor | None  # [num_ids] target ids of the draft vocabulary
     fingerprint: str
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> EagleHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> EagleHead:
         """Read the weights, after a check of all tensors. `spec` is this head's, or one rank's share."""
         read = read_from(self.tensors, spec.decoder, self.weight_map, target.numerics)
         return EagleHead(spec, target, read, num_positions, self.ids)
@@ -74,7 +76,7 @@ def folder_head(
 
     Args:
     embedding: the target's token embedding. A different copy in the folder is read.
-    boundaries: target layers that give their inputs as features; None for the config's ids.
+    boundaries: target layers that give their inputs as features (draft_layers); None for the config's ids.
 
     Raises CallboardError, in one sentence, if the head does not fit the target or this build lacks its kind."""
     names = set(tensors.names())
@@ -94,9 +96,9 @@ def folder_head(
         if len(taps) != num_taps or not all(0 <= tap <= target.num_layers for tap in taps):
             raise CallboardError(
                 f"The head reads {num_taps} of the target's {target.num_layers} layers, but its ids are {list(taps)}, "
-                "counted by the inputs of layers."
+                "counted by the inputs of layers; draft_layers sets them."
             )
-        logger.info("the head reads the hidden states that enter layers %s", ", ".join(map(str, taps)))
+        logger.info("the head reads the hidden states that enter layers %s (draft_layers)", ", ".join(map(str, taps)))
         spec = replace(spec, taps=taps)
     ids = _draft_ids(stored, tensors, target.vocab_size)
     spec = _with_tables(spec, width, ids, stored, tensors, embedding)

@@ -47,15 +47,34 @@ class CheckpointHead:
     fingerprint: str
     copies: tuple[tuple[str, str], ...] = ()  # tensors that must equal the target's, which it uses in their place
 
-    def load(self, target: Decoder, spec: HeadSpec, num_positions: int) -> DraftHead:
+    def load(
+        self, target: Decoder, spec: HeadSpec, num_positions: int, updated: TensorSource | None = None
+    ) -> DraftHead:
         """Read the weights, after a check of all tensors."""
         for copy, original in self.copies:
             if not are_equal(self.tensors, copy, original):
                 raise CallboardError(f"draft is mtp, but {copy} differs from {original}, which heads share.")
+        return self.read(target, spec, num_positions, updated or self.tensors)
+
+    def read(self, target: Decoder, spec: HeadSpec, num_positions: int, tensors: TensorSource) -> DraftHead:
+        """Read the weights from the checkpoint's tensors, perhaps with updates over them."""
         locations = locate_parameters(spec.decoder, self.weight_map, self.tensors)
         format_of = weight_formats(spec.decoder, target.numerics)
-        read = reader(self.tensors, locations, format_of, self.weight_map, target.numerics)
+        read = reader(tensors, locations, format_of, self.weight_map, target.numerics)
         return build_head(spec, target, read, num_positions)
+
+
+def brings_head(config: Mapping[str, Any], names: Iterable[str], num_layers: int, weight_map: WeightMap) -> bool:
+    """True if a checkpoint's config or tensors have a head, whether this build runs it or not."""
+    begin, text = _begin(head_map(weight_map, num_layers)), {**config, **(config.get("text_config") or {})}
+    has_tensors = any(name.removeprefix(weight_map.base).startswith(begin) for name in names)
+    return has_tensors or any(text.get(field) for field in _COUNTS)
+
+
+def _begin(names: WeightMap) -> str:
+    """What the names of a head's tensors begin with."""
+    layer = names.names["attn_norm"].partition("{}")[0]
+    return "mtp." if layer.startswith("mtp.") else f"{layer}{names.first_layer}."
 
 
 def checkpoint_head(
@@ -84,8 +103,7 @@ def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> 
     if other := next((match[1] for match in map(_OTHER_PASS.fullmatch, stored) if match), None):
         raise CallboardError(f"draft is mtp, but the head of this checkpoint has mtp.{other}, which is not supported.")
     layer = names.names["attn_norm"].partition("{}")[0]
-    own = f"{layer}{names.first_layer}."
-    wanted = "mtp." if layer.startswith("mtp.") else own
+    own, wanted = f"{layer}{names.first_layer}.", _begin(names)
     if not any(name.startswith(wanted) for name in stored):
         raise CallboardError(f"draft is mtp, but this checkpoint lacks the head's tensors, {wanted}*; use another one.")
     if any(name.startswith(f"{layer}{names.first_layer + 1}.") for name in stored):

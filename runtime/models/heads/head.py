@@ -9,14 +9,21 @@ A head without a cache has only single passes. The first one takes the last samp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from runtime.base.model.head_spec import HeadSpec
+from runtime.base.model.sharding import Part
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
+from runtime.models.heads.quantized_head import copy_format
+from runtime.models.linear_maps import LinearMaps
 from runtime.models.mixers.mixer import LayerCache
+from runtime.quant.held_weight import HeldWeight
+from runtime.quant.model_formats import weight_formats
 
 
 class DraftHead(ABC):
@@ -24,6 +31,25 @@ class DraftHead(ABC):
 
     def __init__(self, spec: HeadSpec, target: Decoder) -> None:
         self.spec, self.target = spec, target
+        self.output_copy = self._copied()  # the target's output head; None if that makes the logits
+
+    def _copied(self) -> Linear | None:
+        target = self.target
+        if (own := copy_format(self.spec.decoder, target.numerics)) is None:
+            return None
+        formats = weight_formats(target.spec, target.numerics)
+
+        def read(parameter: str, part: Part | None = None, /) -> HeldWeight:
+            assert isinstance(target.head, FusedLinear), "only a GPU's layers keep their rows"
+            return HeldWeight((parameter,), own, own.encode(target.head.weight))
+
+        both = {"head": own, "embed": formats("embed")}
+        return LinearMaps(target.spec, target.kernels, both.__getitem__, read).head(target.embed)
+
+    def follow_output(self, take: Callable[[Linear, Linear], Linear]) -> None:
+        """Copy the target's output head again after an update. `take(old, new)` returns the object that serves it."""
+        if self.output_copy is not None and (copied := self._copied()) is not None:
+            self.output_copy = take(self.output_copy, copied)
 
     @property
     def hidden_size(self) -> int:

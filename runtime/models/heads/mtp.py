@@ -77,4 +77,4 @@ class MtpHead(DraftHead):
         return self.target.kernels.norm(x, self.norm, self.eps)
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.target.logits_after(x, self.head_norm, self.eps, out)
+        return self.target.logits_after(x, self.head_norm, self.eps, out, self.output_copy)

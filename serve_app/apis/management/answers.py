@@ -132,11 +132,12 @@ class Message(Struct):
     message: str
 
 
-class FinishedUpdate(Struct):
+class FinishedUpdate(Struct, omit_defaults=True):
     message: str
     weight_version: str
     serial: int
     stored: bool
+    draft_head: str = ""  # "updated", "partly" or "kept", by the head's tensors in the update; empty without
 
 
 class Renamed(Struct):

@@ -213,9 +213,10 @@ class WeightRoutes:
         """Answer when every engine uses the new weights and, with wait_stored, has stored them."""
         client = self._client(request)
         asked = parse(FinishUpdateRequest, await self._optional_body(request))
-        info = WeightInfo.of(await self._call_on(request, client, asked.call()))
+        states = await self._call_on(request, client, asked.call())
+        info, head = WeightInfo.of(states), min(state.draft_head for state in states.values())
         text = "Weight update finished"
-        return json_response(FinishedUpdate(text, info.weight_version, info.serial, info.stored))
+        return json_response(FinishedUpdate(text, info.weight_version, info.serial, info.stored, head))
 
     async def rename(self, request: HttpRequest) -> Response:
         client = self._client(request)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from actors.engine.loop import EngineLoop
 from actors.front.engine_group import EngineGroup
 from actors.runners.step_channel import RunnersLost
+from actors.wire.weight_calls import Applied
 from runtime.base.config import EngineConfig
 from runtime.base.model_info import ModelInfo
 from runtime.base.types import CallboardError, Request, SamplingParams
@@ -25,6 +26,8 @@ def seed_of(version):
 
 class SlowRunner(FakeRunner):
     """A fake runner that can be killed, hung, or slowed down."""
+
+    draft_head = ""  # what an update does to its head
 
     def __init__(self, config, info, delay_s=0.0):
         super().__init__(config, info)
@@ -87,7 +90,7 @@ class SlowRunner(FakeRunner):
     def weights_apply(self, version):
         assert not self.queue, "a step was in flight"
         self.weights, self.version, self.staged = seed_of(version), version, []
-        return version.fingerprint("f")
+        return Applied(version.fingerprint("f"), self.draft_head)
 
     def weights_store(self):
         self.store.append(self.version)

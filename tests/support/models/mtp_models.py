@@ -75,14 +75,13 @@ _NEXTN_NAMES = {
 }  # fmt: skip
 
 
-def random_pair(name: str) -> tuple[PreTrainedModel, MtpLayer]:
+def random_pair(name: str, **changes: Any) -> tuple[PreTrainedModel, MtpLayer]:
     """A model of MODELS, and its head, with random weights."""
     kind, config = MODELS[name]
+    config = config | changes
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32).eval()
-    last = model.model.layers[-1]
-    norm = next(type(module) for key, module in last.named_modules() if key == "input_layernorm")
-    head = MtpLayer(model.config, type(last), norm, 1).eval()
+    head = head_beside(model.model, model.config)
     for module in (model, head):
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -90,6 +89,13 @@ def random_pair(name: str) -> tuple[PreTrainedModel, MtpLayer]:
             if key.endswith("bias"):
                 torch.nn.init.normal_(buffer, std=0.2)
     return model, head
+
+
+def head_beside(text: PreTrainedModel, config: Any) -> MtpLayer:
+    """A head with a layer like the last one of a model's text part."""
+    last = text.layers[-1]
+    norm = next(type(module) for key, module in last.named_modules() if key == "input_layernorm")
+    return MtpLayer(config, type(last), norm, 1).eval()
 
 
 def head_tensors(name: str, head: MtpLayer, stacked: bool) -> dict[str, torch.Tensor]:

@@ -14,7 +14,16 @@ _CONFIG = {
     "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-_METADATA = {
+TOKENIZER = {  # metadata
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TINY_TOKENS,
+    "tokenizer.ggml.merges": ["h e", "l l", "he ll", "Ġ hell"],
+    "tokenizer.ggml.token_type": [3, 3, *[1] * (len(TINY_TOKENS) - 2)],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0,
+}
+_METADATA = TOKENIZER | {
     "qwen35.ssm.conv_kernel": 4,
     "qwen35.ssm.state_size": 16,
     "qwen35.ssm.group_count": 2,
@@ -23,13 +32,6 @@ _METADATA = {
     "qwen35.full_attention_interval": 2,
     "qwen35.rope.dimension_count": 8,
     "qwen35.rope.freq_base": 10000.0,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TINY_TOKENS,
-    "tokenizer.ggml.merges": ["h e", "l l", "he ll", "Ġ hell"],
-    "tokenizer.ggml.token_type": [3, 3, *[1] * (len(TINY_TOKENS) - 2)],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 0,
 }
 
 

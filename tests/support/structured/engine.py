@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
@@ -10,6 +11,7 @@ from runtime.base.config import EngineConfig
 from runtime.base.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.models.heads.mtp import mtp_spec
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.text.vocabulary import Vocabulary
 from runtime.worker.gpu.step_rows import MixedShape
@@ -40,7 +42,7 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **c
     )
 
 
-def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
+def small_runner(backend: str, graphs: tuple[int, ...] = (), has_head: bool = False) -> ModelRunner:
     """With a backend, Triton's under its interpreter, and graphs for rows of `graphs` tokens (triton_engine.py)."""
     spec = replace(triton_engine.SHALLOW, vocab_size=len(SMALL.tokens))
     config = EngineConfig(
@@ -51,8 +53,12 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
         max_model_len=96,
         num_threads=1,
         deterministic=True,
+        draft="mtp" if has_head else None,
     )
-    runner = build_runner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
+    head = mtp_spec(spec) if has_head else None
+    source = DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL, draft_head=head)
+    with mock.patch.object(ModelRunner, "_time_steps"):
+        runner = build_runner(config, source)
     if graphs:
         prefill = MixedShape(64, 4, 5, 12, 64, runner.info.max_model_len)
         triton_engine.replayed_graphs(
