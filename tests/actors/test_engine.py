@@ -16,7 +16,7 @@ from tests.support.engine.links import eventually
 async def test_ending_a_hung_draft_does_not_stop_step_checks(monkeypatch: pytest.MonkeyPatch):
     """Ray's head node may be lost, and ending an actor waits for it."""
     interval, is_back = sys.getswitchinterval(), threading.Event()
-    engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app", 1)
+    engine = EngineActor(EngineConfig(draft="./x"), None, False, 0, "app", 1)
     sys.setswitchinterval(interval)
     monkeypatch.setattr(engine_module, "_CHECK_S", 0.01)
     engine.runners, engine.draft, engine._loop = Mock(), Mock(), Mock()

@@ -65,6 +65,7 @@ def answers(model, count, most=None):
     return found, core.scheduler.stats.preemptions
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.long
 @pytest.mark.parametrize("head", [{}, ASSISTED], ids=["mtp", "assistant"])
 @pytest.mark.parametrize("config", [{"max_num_seqs": 1}, {}, TIGHT], ids=["alone", "burst", "tight"])

@@ -76,6 +76,7 @@ def test_drafts_after_a_prefix_hit_are_accepted(reads, params):
     assert all(map(all, rounds.accepted)), rounds.accepted
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("reads", "params"), CASES, ids=NAMES)
 def test_drafts_after_200_steps_without_are_accepted(reads, params):
     model, params = runner(reads, max_model_len=256), replace(params, max_tokens=240, stop_token_ids=())
@@ -94,6 +95,7 @@ def test_drafts_after_200_steps_without_are_accepted(reads, params):
     assert stats.accepted_draft_tokens == stats.draft_tokens
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("reads", "params"), ALL_CASES, ids=ALL_NAMES)
 @pytest.mark.parametrize(("num_requests", "config"), [(1, {}), (12, {}), (12, TIGHT)], ids=["alone", "burst", "tight"])
 def test_an_engine_accepts_all(reads, params, num_requests, config):

@@ -82,7 +82,9 @@ class Headed:
         self.answers = [undisturbed(llm, number) for number in range(NUM_REQUESTS)]
 
 
-@pytest.fixture(scope="module", params=["glm4-moe", pytest.param("qwen3.5", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.thorough) for kind in ("glm4-moe", "qwen3.5")]
+)
 def headed(request: pytest.FixtureRequest, serve_url: str, tmp_path_factory) -> Iterator[Headed]:
     model = write_headed(tmp_path_factory.mktemp("headed") / "model.gguf", request.param)
     for here in deployed(model, serve_url, draft="mtp", num_draft_tokens=3):

@@ -160,9 +160,13 @@ class Trained:
                     await asyncio.sleep(0.1)
 
     async def kill(self, role, rank=0):
-        """Returns when the process has ended."""
-        found = processes_of("", self.server.name)
-        pid = [process.pid for process in found if process.role == role][rank]
+        """Returns when the process has ended. Those that an earlier death has left end first."""
+
+        def pids():
+            return [process.pid for process in processes_of("", self.server.name) if process.role == role]
+
+        await until(lambda: len(pids()) == (2 if role == "runner" else 1))
+        pid = pids()[rank]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: has_ended(pid))
 
