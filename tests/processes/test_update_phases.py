@@ -222,7 +222,7 @@ async def die_before_store(trained):
 
 async def die_after_store(trained):
     await trained.begin()
-    assert (await trained.finish(wait_stored=True))["stored"]
+    assert (await trained.finish(wait_stored=True)).stored
     await trained.kill("runner", rank=1)
 
 
