@@ -255,14 +255,17 @@ class Speculation(Extra):
 
     def _choose(self, running: Sequence[RequestState], times: Sequence[float]) -> None:
         """Set the count from the times of rounds with 0, 1, 2 ... draft tokens a row."""
+        self.round_count = self._best = 0
+        surely = [1.0] * len(times)
+        if best_count(times, surely) == 0:
+            return  # no acceptance pays for the rounds, so requests need no look-up
         states = dict[int, list[RequestState]]()  # requests that can have draft tokens, by kind
         for state in running:
             if (kind := self.drafter.kind(state)) is not None:
                 states.setdefault(kind, []).append(state)
         share = sum(map(len, states.values())) / max(1, len(running))
-        if best_count(times, [1.0] * len(times), share) == 0:
-            self.round_count = self._best = 0
-            return  # no acceptance pays for the rounds
+        if best_count(times, surely, share) == 0:
+            return  # too few rows have draft tokens
         chances = [0.0] * MAX_MATCHED_TOKENS  # mean of these states
         for kind, own in states.items():
             weight = len(own) / (share * len(running))

@@ -4,7 +4,7 @@ It begins when the runner is ready, because it would slow down the start. Popula
 the driver's lock delays captures of graphs. Two threads populate memory without that lock, and a third one pins it.
 All three pause while copies pass through a bounce: these need the lock and the memory's speed.
 
-The driver pins huge pages faster than small ones. So a piece is as large as it can pin within a step's slack.
+How fast the driver pins depends on the pages' size. So a piece is as large as it pins in `_HELD_S`.
 """
 
 from __future__ import annotations

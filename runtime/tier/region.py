@@ -23,16 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.base.errors import CallboardError
-from runtime.tier.region_files import (
-    MAX_RANKS,
-    SET,
-    WAYS,
-    descriptor,
-    locks,
-    map_file,
-    open_files,
-    wipe_files,
-)
+from runtime.tier.region_files import MAX_RANKS, SET, WAYS, descriptor, locks, map_file, open_files, wipe_files
 from runtime.tier.sums import key_words
 
 _GRACE_S = 5.0  # a reservation stays this long after its owner's end: runners that end later may still write

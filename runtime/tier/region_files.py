@@ -3,7 +3,7 @@
 A region is created under another name and renamed as a whole. A shared lock on `head` shows that a process uses it.
 
 Payloads have huge pages where the kernel gathers them (MADV_COLLAPSE, Linux 6.1). Mounts seldom give these unasked.
-A page of 4 KiB costs each new process a fault, and a GPU's driver a search. The pages outlive the process."""
+A page of 4 KiB costs each new process a fault. The pages outlive the process."""
 
 from __future__ import annotations
 

@@ -197,6 +197,22 @@ def test_long_matches_stay_within_the_measured_sizes():
     assert speculation.round_count == 0, "one row of 64 does not pay for the others"
 
 
+def test_batches_too_large_to_draft_look_nothing_up():
+    """A look-up takes tens of microseconds a request."""
+
+    class Counted(Matches):
+        num_kinds = 0
+
+        def kind(self, state):
+            self.num_kinds += 1
+            return 1
+
+    drafter = Counted()
+    speculation = Speculation(drafter, None, ((1, 100.0), (256, 25_600.0), (4096, 409_600.0)), 150.0)
+    speculation.choose_k([State(max_len=1000, num_total=1) for _ in range(256)])
+    assert (speculation.round_count, drafter.num_kinds) == (0, 0)
+
+
 def test_graphs_fit_the_rows_that_are_chosen():
     assert row_lens(EngineConfig(draft="ngram"), False) == (2, 3, 4, 5, 6, 7, 8, 16)
     assert row_lens(EngineConfig(draft="a-model"), False) == (2, 3, 4, 5, 6, 7, 8)
