@@ -258,7 +258,7 @@ class Speculation(Extra):
         self.round_count = self._best = 0
         surely = [1.0] * len(times)
         if best_count(times, surely) == 0:
-            return  # no acceptance pays for the rounds, so requests need no look-up
+            return  # rounds never pay at this size; requests are not looked up
         states = dict[int, list[RequestState]]()  # requests that can have draft tokens, by kind
         for state in running:
             if (kind := self.drafter.kind(state)) is not None:
