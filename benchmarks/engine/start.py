@@ -36,8 +36,8 @@ class _Lines(logging.Handler):
         self.phases[name] = time.perf_counter() - START, text
 
 
-def start(folder: Path, settings: list[str], out: Path | None) -> None:
-    """Start in this process, as an engine's runner does."""
+def start(folder: Path, settings: list[str], out: Path | None, cache: str) -> None:
+    """Start in this process, as an engine's runner does. `cache` describes Triton's compile cache in the results."""
     lines = _Lines()
     logging.basicConfig(level=logging.INFO, handlers=[lines])
     helper = KernelHelper.early(EngineConfig())
@@ -49,7 +49,9 @@ def start(folder: Path, settings: list[str], out: Path | None) -> None:
     config = engine_config(settings, model=str(folder))
     build_runner(config, CheckpointSource(folder), helper=helper)
     lines.phases["ready"] = time.perf_counter() - START, "ready"
-    Results("start", out).add(config, model=folder.name, phases=lines.phases)
+    imports_s, ready_s = (lines.phases[name][0] for name in ("libraries", "ready"))
+    line = {"model": folder.name, "imports_s": imports_s, "ready_s": ready_s, "cache": cache, "phases": lines.phases}
+    Results("start", out).add(config, **line)
 
 
 def main() -> None:
@@ -57,15 +59,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--once", action="store_true", help="one start in this process, with the present cache")
+    parser.add_argument("--once", metavar="CACHE", help="one start in this process; CACHE is what the results call it")
     args = parser.parse_args()
     if args.once:
-        start(args.folder, args.set, args.out)
+        start(args.folder, args.set, args.out, args.once)
         return
     with tempfile.TemporaryDirectory() as cache:
         found: list[Phases] = []
-        for _ in range(2):
-            command = [sys.executable, "-m", "benchmarks.engine.start", *sys.argv[1:], "--once"]
+        for state in ("cold", "warm"):
+            command = [sys.executable, "-m", "benchmarks.engine.start", *sys.argv[1:], "--once", state]
             environment = os.environ | {"TRITON_CACHE_DIR": cache}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1])["phases"])

@@ -188,7 +188,7 @@ def agreement(line: Line) -> Row:
 
 
 def start(line: Line) -> Row:
-    label = named(*of_weights(line))
+    label = named(*of_weights(line), line.get("cache", ""))
     return Row([label, number(line["imports_s"]), number(line["ready_s"])], label, line["ready_s"])
 
 
@@ -276,7 +276,8 @@ SUBJECTS = {
         agreement,
     ),
     "start": Subject(
-        "From a process's start to a ready engine, page cache and compile cache warm", ("start",), ("model", "config"),
+        "From a process's start to a ready engine, page cache warm; compile cache warm unless named", ("start",),
+        ("model", "config", "cache"),
         "model | imported, s | ready, s", "s", start,
     ),
     "soak": Subject(

@@ -129,20 +129,23 @@ def test_lines_become_a_report(tmp_path):
     adapters, lines = ([line for line in lines if (line["benchmark"] == "adapters") is own] for own in (True, False))
     assert [line.get("adapters") for line in adapters] == [0, 2, None]
     assert adapters[0]["of_none"] == 1 > adapters[2]["load_s"] > 0
-    kinds = ["start", "decode", "decode", "prefill", "serving", "agreement"]
+    starts, lines = lines[:2], lines[2:]
+    assert [(line["benchmark"], line["cache"]) for line in starts] == [("start", "cold"), ("start", "warm")]
+    assert all(0 < line["imports_s"] < line["ready_s"] == line["phases"]["ready"][0] for line in starts)
+    kinds = ["decode", "decode", "prefill", "serving", "agreement"]
     assert [line["benchmark"] for line in lines] == [*kinds, "quality", "quality", "quality"]
-    assert lines[2]["batch"] == 3
-    assert lines[2]["decode_range"][0] <= lines[2]["decode_tok_s"] <= lines[2]["decode_range"][1]
-    assert lines[3]["first_token_ms"] > 0
-    assert lines[4]["requests"] == 10
-    assert lines[5]["equal"] == 3
-    assert [line["scored"] for line in lines[6:]] == [60] * 3
-    assert 0 < lines[7]["kl"] < lines[8]["kl"] < 0.1
-    assert lines[8]["top1"] < lines[7]["top1"] < 1
-    assert [len(line["needles"]) for line in lines[6:]] == [8] * 3
+    assert lines[1]["batch"] == 3
+    assert lines[1]["decode_range"][0] <= lines[1]["decode_tok_s"] <= lines[1]["decode_range"][1]
+    assert lines[2]["first_token_ms"] > 0
+    assert lines[3]["requests"] == 10
+    assert lines[4]["equal"] == 3
+    assert [line["scored"] for line in lines[5:]] == [60] * 3
+    assert 0 < lines[6]["kl"] < lines[7]["kl"] < 0.1
+    assert lines[7]["top1"] < lines[6]["top1"] < 1
+    assert [len(line["needles"]) for line in lines[5:]] == [8] * 3
     report = (tmp_path / "RESULTS.md").read_text()
     assert "| tiny | 3 x (20, 4) |" in report
-    assert "| tiny-8b |" in report
+    assert "| tiny-8b, cold |" in report
     assert "| tiny | sequential | engine |" in report
     assert "-m benchmarks.engine.decode --model tiny" in report
 
