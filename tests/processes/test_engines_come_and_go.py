@@ -125,6 +125,20 @@ async def settle(url: str, num_engines: int, seconds: float = 120, without: str 
             await asyncio.sleep(0.2)
 
 
+async def deploy_other(url: str, path: Path) -> None:
+    """Serve another model from three engines. It takes two steps: with more replicas and other `args` at once, Serve
+    starts all new replicas before it stops an old one, and the nodes lack room for that."""
+    from ray import serve
+
+    for num_replicas in (1, 3):
+        deploy(path, num_replicas, max_num_seqs=60)
+        end = time.monotonic() + 120
+        while (found := serve.status().applications["callboard"]).status != "RUNNING":
+            assert time.monotonic() < end, found
+            await asyncio.sleep(0.2)
+        await settle(url, num_replicas)
+
+
 class Reading:
     """Streams of all prompts, read side by side."""
 
@@ -291,18 +305,13 @@ async def test_updates_interrupt_no_stream(url, undisturbed, answers, tiny_path,
         reading.check(undisturbed)
     async with Clients(url, answers) as clients:
         await clients.get("tiny")
-        (before,) = engines()
-        deploy(other_path, 1, max_num_seqs=60)
-        await settle(url, 1, without=before)
-        deploy(other_path, 3, max_num_seqs=60)
-        await settle(url, 3)
+        await deploy_other(url, other_path)
         await clients.get("other")
 
 
 @pytest.mark.thorough
 async def test_a_removed_node_interrupts_no_stream(url, answers, other_path, second_node):
-    deploy(other_path, 3, max_num_seqs=60)
-    await settle(url, 3)
+    await deploy_other(url, other_path)
     async with Clients(url, answers) as clients:
         await clients.get("other")
         second_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
