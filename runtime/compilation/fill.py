@@ -13,7 +13,7 @@ from runtime.compilation.ahead import CompileJob
 from runtime.compilation.helper import KernelHelper
 from runtime.compilation.pretended_gpu import GpuFacts
 from runtime.compilation.spec_source import SpecSource, without_side_effects
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import resolve, with_known_draft
 from runtime.worker.cpu.cores import available_cores
 
 _GIB = 1 << 30
@@ -36,10 +36,12 @@ def gpu_of(target: str) -> GpuFacts:
 
 
 def fill_cache(config: EngineConfig, targets: Sequence[str], cache: Path | None, report: Callable[[str], None]) -> None:
-    """Compile the kernels that a model and its draft model launch, for each target and rank. No weights are fetched.
+    """Compile the kernels that a model and its draft launch, for each target and rank.
+
+    The weights of models are not fetched, those of a head are.
 
     Raises CallboardError if a model is not found, or a kernel fails."""
-    gpus = {target: gpu_of(target) for target in targets}
+    gpus, config = {target: gpu_of(target) for target in targets}, with_known_draft(config)
     configs = [config, *([config.draft_config()] if config.has_draft_model else [])]
     for own in configs:
         path = resolve(own.model, own.revision, weights=False)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from runtime.base.config import EngineConfig
+from runtime.base.config import MTP, EngineConfig
 from runtime.base.kv_cache_spec import KVCacheSpec
 from runtime.base.model.decoder_spec import DecoderSpec
+from runtime.base.model.head_spec import HeadSpec
 from runtime.base.model.pooling import Pooling
 from runtime.base.model.sharding import Part, parts_of
 from runtime.kernels.collectives.communicator import Communicator
@@ -20,13 +21,15 @@ from runtime.loading.folder import folder_eos_token_ids, model_config
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder, Layer
 from runtime.models.decoder_build import LayerBuilder, build_decoder
+from runtime.models.heads.build import DrawnHead
+from runtime.models.heads.find import stated_head
 from runtime.models.linear_maps import LinearMaps
 from runtime.models.towers.specs import tower_spec
 from runtime.models.weights import is_wide
 from runtime.quant.held_weight import HeldWeight
 from runtime.quant.model_formats import weight_formats
 from runtime.worker.memory import planned_cache
-from runtime.worker.sources import CheckpointSource, DummySource, ModelSource
+from runtime.worker.sources import CheckpointSource, DummySource, ModelSource, folder_head_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,14 @@ class SpecSource(DummySource):
     def of(cls, source: ModelSource, config: EngineConfig) -> SpecSource:
         """The description of another source; its weights are not read."""
         is_fp8 = source.spec.kv_cache_form(config.kv_cache_dtype) == "fp8"
-        pooling = source.pooling(config.pooling)
+        pooling, head = source.pooling(config.pooling), source.head(config.draft, config.head_layers)
         return cls(
             source.spec,
             eos_token_ids=source.eos_token_ids,
             num_labels=0 if pooling is None else pooling.num_labels,
             weight_map=source.weight_map,
             tower=source.tower,
+            draft_head=None if head is None else head.spec,
             config=config,
             pooled=pooling,
             has_kv_scales=is_fp8 and source.kv_scales() is not None,
@@ -55,14 +59,25 @@ class SpecSource(DummySource):
 
     @classmethod
     def at(cls, path: Path, config: EngineConfig) -> SpecSource:
-        """Describe a model's files, or a folder with a config.json alone."""
+        """Describe a model's files, or a folder with a config.json alone. A head in another folder needs its files."""
         if path.is_file() or any(path.glob("*.safetensors")):
             return cls.of(CheckpointSource(path), config)
         config_json = model_config(path)
         spec, weight_map = load_spec(config_json)
         eos_token_ids = folder_eos_token_ids(path, config_json)
-        tower = tower_spec(config_json)
-        return cls(spec, eos_token_ids=eos_token_ids, weight_map=weight_map, tower=tower, config=config)
+        if config.draft == MTP:
+            head: HeadSpec | None = stated_head(config_json, spec, weight_map)
+        else:
+            found = folder_head_of(config.draft, spec, None, config.head_layers)
+            head = None if found is None else found.spec
+        return cls(
+            spec,
+            eos_token_ids=eos_token_ids,
+            weight_map=weight_map,
+            tower=tower_spec(config_json),
+            draft_head=head,
+            config=config,
+        )
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         shapes, format_of = spec.whole.shapes(), weight_formats(spec, numerics)
@@ -80,6 +95,9 @@ class SpecSource(DummySource):
         builder = partial(_DistinctLayers, cache=planned_cache(self.config, spec, numerics))
         changes_layers = self.config.max_loras or self.config.routed_experts  # which look into every layer
         return build_decoder(spec, numerics, max_model_len, read, communicator, None if changes_layers else builder)
+
+    def head(self, draft: str | None, layers: tuple[int, ...] | None = None) -> DrawnHead | None:
+        return None if self.draft_head is None else DrawnHead(self.draft_head)
 
     def pooling(self, wanted: str) -> Pooling | None:
         return self.pooled

@@ -228,17 +228,29 @@ class CheckpointSource:
         if draft == MTP:
             config, tensors = self.checkpoint.config, self._tensors
             return checkpoint_head(config, tensors, self.fingerprint, self.spec, self.weight_map)
-        if draft is None or not draft.startswith(HEAD):
-            return None
-        path = resolve(draft.removeprefix(HEAD), progress=False)
-        own, name = open_checkpoint(path), self.weight_map.names["embed"]
-        embedding = self._tensors, name if name in self._tensors else self.weight_map.base + name
-        if is_assistant(own.config):
-            return assistant_files(own.config, own, own.fingerprint, self.spec)
-        return folder_head(own.config, own, own.fingerprint, self.spec, embedding, layers)
+        name = self.weight_map.names["embed"]
+        name = name if name in self._tensors else self.weight_map.base + name
+        return folder_head_of(draft, self.spec, (self._tensors, name), layers)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
+
+
+def folder_head_of(
+    draft: str | None,
+    target: DecoderSpec,
+    embedding: tuple[TensorSource, str] | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> HeadSource | None:
+    """The head in the folder that the setting `draft` names; None if it names none.
+
+    `embedding` is the target's. The other arguments are those of ModelSource.head."""
+    if draft is None or not draft.startswith(HEAD):
+        return None
+    own = open_checkpoint(resolve(draft.removeprefix(HEAD), progress=False))
+    if is_assistant(own.config):
+        return assistant_files(own.config, own, own.fingerprint, target)
+    return folder_head(own.config, own, own.fingerprint, target, embedding, layers)
 
 
 @dataclass(frozen=True, slots=True)

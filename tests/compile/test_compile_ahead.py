@@ -24,6 +24,7 @@ from runtime.compilation.fill import gpu_of
 from runtime.compilation.helper import KernelHelper
 from runtime.compilation.spec_source import SpecSource
 from runtime.models import load_spec
+from runtime.models.heads.mtp import mtp_spec
 from runtime.worker.extras import KernelParts
 from serve_app import cli
 
@@ -34,6 +35,11 @@ DENSE = {
     "_build_inputs_kernel", "_decode_attention_kernel", "_gated_activation_kernel", "_mask_states_kernel",
     "_penalties_kernel", "_prefill_attention_kernel", "_read_input_kernel", "_rms_norm_kernel", "_rope_store_kv_kernel",
     "_scatter_writes_kernel", "_tile_kernel", "_vector_kernel", "_write_output_kernel", "choose_kernel",
+}  # fmt: skip
+# Kernels that a head adds, with the 8-bit output head for its drafts.
+OF_HEAD = {
+    "_accept_drafts_kernel", "_keep_block_ends_kernel", "_keep_drafts_kernel", "_wna16_skinny_gemm_kernel",
+    "wna16_gemv_kernel",
 }  # fmt: skip
 
 
@@ -51,8 +57,16 @@ def test_recorded_kernels_have_the_keys_of_launches(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert set(found["names"]) == DENSE
+    assert set(found["of_head"]) == OF_HEAD
     assert found["compiled"]
     assert found["hits"] == [True]
+
+
+def test_config_alone_describes_a_head(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["tiny"]))
+    assert SpecSource.at(tmp_path, EngineConfig()).draft_head is None
+    spec = SpecSource.at(tmp_path, EngineConfig(draft="mtp", num_draft_tokens=2)).draft_head
+    assert spec == mtp_spec(spec_of("tiny"))
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from runtime.assembly.runner import build_runner
 from runtime.base.config import HEAD, EngineConfig
 from runtime.base.types import CallboardError
+from runtime.compilation.spec_source import SpecSource
 from runtime.family_report import family_details
 from runtime.inspection import model_report
 from runtime.loading.resolve import with_known_draft
@@ -132,3 +133,17 @@ def test_models_names_families_with_heads():
         *["in its checkpoints (--draft mtp), and EAGLE"] * 3,
         "EAGLE",
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_kernels_are_compiled_for_heads_in_folders(kind, target, tmp_path):
+    """A description of the target by its config.json alone has the head that a start with all files has."""
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_bytes((target / "config.json").read_bytes())
+    (folder := tmp_path / kind).mkdir()
+    head_folder(folder, kind=kind)
+    config = with_known_draft(EngineConfig(model=str(model), draft=str(folder)))
+    found = SpecSource.at(model, config).draft_head
+    assert found is not None
+    assert found.kind == kind
+    assert found == SpecSource.of(CheckpointSource(target), config).draft_head

@@ -89,12 +89,19 @@ def checkpoint_head(
             raise CallboardError(f"draft is mtp, but the model's {flag} is {text[flag]}, which is not supported.")
     if (field := next((field for field in _COUNTS if (text.get(field) or 0) > 1), None)) is not None:
         raise CallboardError(f"draft is mtp, but the model's {field} is {text[field]}; only 1 is supported.")
-    spec = mtp_spec(target)
-    stated = parse_schemes(config, lambda: names.names_of(spec.decoder), names.base)
-    schemes = _stored_schemes(stated, (target.quantization or {}).values(), tensors, spec.decoder, names)
+    spec = stated_head(config, target, weight_map)
+    stated, stored = spec.decoder.quantization or {}, (target.quantization or {}).values()
+    schemes = _stored_schemes(stated, stored, tensors, spec.decoder, names)
     spec = replace(spec, decoder=replace(spec.decoder, quantization=schemes or None))
     locate_parameters(spec.decoder, names, tensors)
     return CheckpointHead(spec, names, tensors, f"mtp of {fingerprint}", _copies(tensors, target, weight_map))
+
+
+def stated_head(config: Mapping[str, Any], target: DecoderSpec, weight_map: WeightMap) -> HeadSpec:
+    """The head that a config.json describes. Its weights are in the encodings that the config states."""
+    spec, names = mtp_spec(target), head_map(weight_map, target.num_layers)
+    schemes = parse_schemes(config, lambda: names.names_of(spec.decoder), names.base)
+    return replace(spec, decoder=replace(spec.decoder, quantization=schemes or None))
 
 
 def _check_tensors(tensors: TensorSource, names: WeightMap, num_layers: int) -> None:

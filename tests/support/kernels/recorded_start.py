@@ -1,4 +1,4 @@
-"""Records a tiny model's start, compiles one of its kernels by a pool, and launches that kernel. Prints JSON.
+"""Records a tiny model's starts, compiles one of their kernels by a pool, and launches that kernel. Prints JSON.
 
 python tests/support/kernels/recorded_start.py
 
@@ -7,7 +7,9 @@ It runs in a separate process, which pretends to have a GPU.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -23,15 +25,25 @@ from runtime.compilation.ahead import CompileJob
 from runtime.compilation.fill import gpu_of
 from runtime.compilation.kernel_pool import compile_all
 from runtime.compilation.spec_source import SpecSource, without_side_effects
+from runtime.compilation.triton_cache import Compilation
 from runtime.kernels import triton_language
 from runtime.kernels.norm import rms_norm
+from runtime.models.heads.mtp import mtp_spec
+from runtime.worker.sources import DummySource
+
+SETTINGS = EngineConfig(max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512)
+
+
+def start(**changes: Any) -> list[Compilation]:
+    """The kernels of a start with these settings."""
+    config = without_side_effects(replace(SETTINGS, **changes).sized_for("cuda"))
+    spec = spec_of("tiny")
+    source = SpecSource.of(DummySource(spec, draft_head=mtp_spec(spec)), config)
+    return recorded_kernels(CompileJob(source, Shard(), False, gpu_of("sm_90a"), 2))
 
 
 def main() -> None:
-    settings = EngineConfig(max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512)
-    config = without_side_effects(settings.sized_for("cuda"))
-    source = SpecSource(spec_of("tiny"), config=config)
-    kernels = recorded_kernels(CompileJob(source, Shard(), False, gpu_of("sm_90a"), 2))
+    kernels, with_head = start(), start(draft="mtp", num_draft_tokens=2)
     norm = next(kernel for kernel in kernels if kernel.name == "_rms_norm_kernel")
     compiled = compile_all([norm], 2)
     # A launch as in a process that records nothing: Triton compiles what its cache lacks.
@@ -43,7 +55,9 @@ def main() -> None:
     x = torch.empty((32, 64), dtype=torch.bfloat16, device="meta")
     rms_norm.rms_norm_triton(x, x[0], 1e-5)
     names = [kernel.name for kernel in kernels]
-    print(json.dumps({"names": names, "compiled": compiled == [norm.key], "hits": list(hits.values())}))
+    of_head = sorted({kernel.name for kernel in with_head} - set(names))
+    found = {"names": names, "of_head": of_head, "compiled": compiled == [norm.key], "hits": list(hits.values())}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
