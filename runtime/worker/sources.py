@@ -244,7 +244,7 @@ def folder_head_of(
 ) -> HeadSource | None:
     """The head in the folder that the setting `draft` names; None if it names none.
 
-    `embedding` is the target's. The other arguments are those of ModelSource.head."""
+    `embedding` is the target's; `layers` as for ModelSource.head."""
     if draft is None or not draft.startswith(HEAD):
         return None
     own = open_checkpoint(resolve(draft.removeprefix(HEAD), progress=False))
