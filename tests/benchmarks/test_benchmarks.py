@@ -145,7 +145,7 @@ def test_lines_become_a_report(tmp_path):
     assert [len(line["needles"]) for line in lines[5:]] == [8] * 3
     report = (tmp_path / "RESULTS.md").read_text()
     assert "| tiny | 3 x (20, 4) |" in report
-    assert "| tiny-8b, cold |" in report
+    assert "| tiny-8b cold |" in report
     assert "| tiny | sequential | engine |" in report
     assert "-m benchmarks.engine.decode --model tiny" in report
 
