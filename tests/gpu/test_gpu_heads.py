@@ -107,6 +107,23 @@ def test_graphs_draft_as_launched_kernels(head):
     assert rounds(runner) == with_graphs, "and of the target"
 
 
+@pytest.mark.parametrize("name", ["mtp", "eagle3"])
+def test_16_bit_models_draft_with_8_bit_logits(name):
+    runner = headed_runner(name, dtype="bfloat16")
+    _, most = tokens_of(runner)
+    assert most >= 1
+    head = runner.steps.head.head
+    x = torch.randn(5, SPEC.hidden_size, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        got, copied, head.output_copy = head.logits(x), head.output_copy, None
+        want = head.logits(x)
+    assert (copied is None) == head.spec.own_head
+    if copied is None:
+        assert torch.equal(got, want)
+    else:
+        assert 0 < (got - want).abs().max() < 0.03 * want.abs().max()
+
+
 def test_a_head_that_is_not_finite_drafts_nothing():
     runner = headed_runner("mtp", deterministic=True)
     want = [ids[: 3 if len(ids) == 3 else 12] for ids in rounds(runner)]
