@@ -126,8 +126,10 @@ async def settle(url: str, num_engines: int, seconds: float = 120, without: str 
 
 
 async def deploy_other(url: str, path: Path) -> None:
-    """Serve another model from three engines. It takes two steps: with more replicas and other `args` at once, Serve
-    starts all new replicas before it stops an old one, and the nodes lack room for that."""
+    """Serve another model from three engines, in two steps.
+
+    With more replicas and other `args` at once, Serve stops no old replica before the additional ones run. The nodes
+    lack room for that."""
     from ray import serve
 
     for num_replicas in (1, 3):
