@@ -15,17 +15,20 @@ from tests.support.kernels.compiled import targets
 CASES = [*rows.CASES, *stores.CASES, *attention.CASES, *latents.CASES]
 
 
-def each(*names: str, when=lambda case, backend: True):
-    """A test of each operation on each backend that has it; the test runs with all cases that `when` accepts."""
+def each(*names: str, when=lambda case, backend: True, thorough: tuple[str, ...] = ()):
+    """A test of each operation on each backend that has it; the test runs with all cases that `when` accepts.
+
+    On the backends in `thorough` the test is one of the thorough ones."""
 
     def decorate(test):
         found = [
-            pytest.param(own, backend.values[0], id=f"{title}-{backend.values[0]}", marks=backend.marks)
+            pytest.param(own, backend.values[0], id=f"{title}-{at}", marks=[*backend.marks, *left_out])
             for title, group in groupby(CASES, lambda case: case.title)
             for cases in [list(group)]
             for backend in BACKENDS
             if (at := backend.values[0]).name in names
-            and (own := [case for case in cases if at.takes(case) and when(case, at)])
+            for left_out in [[pytest.mark.thorough] if str(at) in thorough else []]
+            if (own := [case for case in cases if at.takes(case) and when(case, at)])
         ]
 
         def run(cases: list[Case], backend: Backend) -> None:
@@ -92,7 +95,7 @@ def test_instruction_sets_give_the_same_bits(case: Case, backend: Backend):
         assert_equal_bits(other, outputs[0])
 
 
-@each("triton", "llvm", when=lambda case, backend: bool(case.faults))
+@each("triton", "llvm", when=lambda case, backend: bool(case.faults), thorough=("triton-cpu-float16",))
 def test_faults_stay_with_their_token(case: Case, backend: Backend):
     """What the reference does not change is unchanged. What it leaves not finite is not finite.
 

@@ -66,10 +66,10 @@ def findings(path: Path) -> list[Finding]:
     """Each rule that a text of the file breaks, once for each sentence."""
     found = []
     is_markdown = path.suffix == ".md"
-    for line, text in _texts(path):
+    for line, text, sentences in _texts(path):
         if is_markdown and len(text.split()) > MAX_PARAGRAPH_WORDS:
             found.append(Finding(line, f"paragraph of more than {MAX_PARAGRAPH_WORDS} words", text))
-        for sentence in _sentences(text):
+        for sentence in sentences:
             found += [Finding(line, rule, sentence) for rule, pattern in _PATTERNS.items() if pattern.search(sentence)]
             if len(_WORD.findall(sentence)) > MAX_WORDS:
                 found.append(Finding(line, f"more than {MAX_WORDS} words", sentence))
@@ -90,8 +90,8 @@ def counts() -> dict[str, int]:
 def genitives(path: Path) -> list[Finding]:
     """Genitive chains, "beside", comments that begin with a preposition, and names that begin with `of_`."""
     found = []
-    for line, text in _texts(path):
-        for sentence in _sentences(text):
+    for line, _, sentences in _texts(path):
+        for sentence in sentences:
             words = [word.lower() for word in _WORD.findall(sentence)]
             found += [Finding(line, "of ... of", sentence)] * (words.count("of") > 1)
             found += [Finding(line, "beside", sentence)] * words.count("beside")
@@ -118,11 +118,11 @@ def genitive_rates() -> dict[str, dict[str, int]]:
             continue
         package = sums[path.relative_to(ROOT).parts[0]]
         package.update(finding.rule for finding in genitives(path))
-        for sentence in (sentence for _, text in _texts(path) for sentence in _sentences(text)):
+        for sentence in (sentence for *_, sentences in _texts(path) for sentence in sentences):
             words = [word.lower() for word in _WORD.findall(sentence)]
             package.update(words=len(words), of=words.count("of"), sentences=bool(words))
         if path.suffix == ".py":
-            package["comments"] += sum(1 for _ in _comments(path.read_text("utf-8")))
+            package["comments"] += len(_comments(path.read_text("utf-8")))
     return {name: _rates(counted) for name, counted in sums.items()}
 
 
@@ -160,8 +160,10 @@ def _tracked() -> list[Path]:
 
 
 @functools.cache
-def _texts(path: Path) -> list[tuple[int, str]]:
-    return list((_markdown if path.suffix == ".md" else _python)(path.read_text("utf-8")))
+def _texts(path: Path) -> list[tuple[int, str, list[str]]]:
+    """The line, the text and the sentences of each paragraph, docstring and comment."""
+    texts = (_markdown if path.suffix == ".md" else _python)(path.read_text("utf-8"))
+    return [(line, text, list(_sentences(text))) for line, text in texts]
 
 
 def _python(source: str) -> Iterator[tuple[int, str]]:
@@ -181,12 +183,15 @@ def _python(source: str) -> Iterator[tuple[int, str]]:
         yield start, " ".join(block)
 
 
-def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
+@functools.cache
+def _comments(source: str) -> list[tuple[int, str, bool]]:
     """The line and text of each comment, and whether it has the line for itself."""
-    lines = source.splitlines(keepends=True)
-    for token in tokenize.generate_tokens(iter(lines).__next__):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type", "# noqa", "# fmt")):
-            yield token.start[0], token.string.lstrip("#").strip(), token.line.lstrip().startswith("#")
+    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
+    return [
+        (token.start[0], token.string.lstrip("#").strip(), token.line.lstrip().startswith("#"))
+        for token in tokens
+        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type", "# noqa", "# fmt"))
+    ]
 
 
 def _markdown(source: str) -> Iterator[tuple[int, str]]:
