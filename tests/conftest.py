@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import functools
 import gc
 import os
 import shutil
@@ -15,6 +16,7 @@ os.environ.setdefault("CALLBOARD_TIER_SHARE", "inf")  # a tier's hits do not dep
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -29,6 +31,10 @@ from tests.support.models import tiny_gguf
 settings.register_profile("usual", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("thorough" if os.environ.get("CALLBOARD_TESTS") == "all" else "usual")
+
+# All clients share one context: each would take 70 ms to read the same certificates.
+transports: Any = httpx._transports.default
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 @pytest.hookimpl(wrapper=True)

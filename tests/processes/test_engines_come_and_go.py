@@ -122,7 +122,7 @@ async def settle(url: str, num_engines: int, seconds: float = 120, without: str 
             if len(found) == len(living) == num_engines and without not in living:
                 return
             assert time.monotonic() < end, f"{num_engines} engines were to be served: {found}, living: {living}"
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
 
 
 async def deploy_other(url: str, path: Path) -> None:
@@ -137,7 +137,7 @@ async def deploy_other(url: str, path: Path) -> None:
         end = time.monotonic() + 120
         while (found := serve.status().applications["callboard"]).status != "RUNNING":
             assert time.monotonic() < end, found
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
         await settle(url, num_replicas)
 
 

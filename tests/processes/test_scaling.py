@@ -70,7 +70,7 @@ async def until(condition, what: str, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < end, f"never: {what}"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
 
 
 async def there_are(count: int) -> bool:

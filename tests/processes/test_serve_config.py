@@ -70,7 +70,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + 120
     while not await asyncio.to_thread(condition):
         assert time.monotonic() < end, f"never: {what}"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
 
 
 async def keep_asking(url: str, answers: list[str], pause_s: float = 0.0) -> None:

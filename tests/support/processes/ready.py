@@ -15,4 +15,4 @@ def wait_for_model(url: str, model: str, seconds: float = 60.0) -> None:
             if model in served and httpx.get(f"{url}/ready", timeout=60).status_code == 200:
                 return
         assert time.monotonic() < end, f"{model} is not served"
-        time.sleep(0.05)
+        time.sleep(0.2)
