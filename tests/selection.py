@@ -1,7 +1,7 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
-    pytest --share 2/4     also the second quarter of the thorough tests; CI runs one
+    pytest --share 2/8     also the second eighth of the thorough tests; CI runs one
     pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
     python -m tests.selection   prints the tests that CI also runs with the oldest version of Ray
