@@ -53,7 +53,7 @@ CONFIG = schemathesis.Config.from_dict(
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP, config=CONFIG, headers={"Authorization": f"Bearer {KEY}"})
 OPERATIONS = {result.ok().label: result.ok() for result in schema.get_all_operations()}
 SETTINGS = settings(
-    max_examples=examples(24),
+    max_examples=examples(40),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
