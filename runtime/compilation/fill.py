@@ -38,7 +38,7 @@ def gpu_of(target: str) -> GpuFacts:
 def fill_cache(config: EngineConfig, targets: Sequence[str], cache: Path | None, report: Callable[[str], None]) -> None:
     """Compile the kernels that a model and its draft launch, for each target and rank.
 
-    A model's weights are not fetched. A head is described by its tensors, so its files are fetched.
+    A model's weights are not fetched. A head in another folder is described by its tensors, so its files are fetched.
 
     Raises CallboardError if a model is not found, or a kernel fails."""
     gpus, config = {target: gpu_of(target) for target in targets}, with_known_draft(config)

@@ -37,7 +37,7 @@ DENSE = {
     "_scatter_writes_kernel", "_tile_kernel", "_vector_kernel", "_write_output_kernel", "choose_kernel",
 }  # fmt: skip
 # Kernels that a head adds, with the 8-bit output head for its drafts.
-OF_HEAD = {
+HEAD_KERNELS = {
     "_accept_drafts_kernel", "_keep_block_ends_kernel", "_keep_drafts_kernel", "_wna16_skinny_gemm_kernel",
     "wna16_gemv_kernel",
 }  # fmt: skip
@@ -57,7 +57,7 @@ def test_recorded_kernels_have_the_keys_of_launches(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert set(found["names"]) == DENSE
-    assert set(found["of_head"]) == OF_HEAD
+    assert set(found["head_names"]) == HEAD_KERNELS
     assert found["compiled"]
     assert found["hits"] == [True]
 

@@ -20,15 +20,18 @@ def each(*names: str, when=lambda case, backend: True, thorough: tuple[str, ...]
 
     On the backends in `thorough` the test is one of the thorough ones."""
 
+    extra = [pytest.mark.thorough]
+
     def decorate(test):
         found = [
-            pytest.param(own, backend.values[0], id=f"{title}-{at}", marks=[*backend.marks, *left_out])
+            pytest.param(
+                own, backend.values[0], id=f"{title}-{at}", marks=[*backend.marks, *extra * (str(at) in thorough)]
+            )
             for title, group in groupby(CASES, lambda case: case.title)
             for cases in [list(group)]
             for backend in BACKENDS
             if (at := backend.values[0]).name in names
-            for left_out in [[pytest.mark.thorough] if str(at) in thorough else []]
-            if (own := [case for case in cases if at.takes(case) and when(case, at)])
+            and (own := [case for case in cases if at.takes(case) and when(case, at)])
         ]
 
         def run(cases: list[Case], backend: Backend) -> None:

@@ -55,8 +55,8 @@ def main() -> None:
     x = torch.empty((32, 64), dtype=torch.bfloat16, device="meta")
     rms_norm.rms_norm_triton(x, x[0], 1e-5)
     names = [kernel.name for kernel in kernels]
-    of_head = sorted({kernel.name for kernel in with_head} - set(names))
-    found = {"names": names, "of_head": of_head, "compiled": compiled == [norm.key], "hits": list(hits.values())}
+    head_names = sorted({kernel.name for kernel in with_head} - set(names))
+    found = {"names": names, "head_names": head_names, "compiled": compiled == [norm.key], "hits": list(hits.values())}
     print(json.dumps(found))
 
 
