@@ -16,6 +16,7 @@ os.environ.setdefault("CALLBOARD_TIER_SHARE", "inf")  # a tier's hits do not dep
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import certifi
 import httpx
 import numpy as np
 import pytest
@@ -32,9 +33,11 @@ settings.register_profile("usual", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("thorough" if os.environ.get("CALLBOARD_TESTS") == "all" else "usual")
 
-# All clients share one context: each would take 70 ms to read the same certificates.
+# Clients share a context: each would take 70 ms to read the same certificates. A test may name other ones.
 transports: Any = httpx._transports.default
-transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+_new_context = transports.create_ssl_context
+_context_of = functools.cache(lambda _certificates, *args, **settings: _new_context(*args, **settings))
+transports.create_ssl_context = lambda *args, **settings: _context_of(certifi.where(), *args, **settings)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -58,9 +58,10 @@ def pretended_gpu(facts: GpuFacts) -> Iterator[None]:
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: capture.is_open,
     }
-    usual = {name: getattr(torch.cuda, name) for name in stubs}
+    usual, generator = {name: getattr(torch.cuda, name) for name in stubs}, torch.Generator
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
+    torch.Generator = lambda device=_CPU: generator()  # type: ignore[misc, assignment]
     if "torch._dynamo" not in sys.modules:  # ops on `meta` import it, for 3 s, and only switch it off
         sys.modules["torch._dynamo"] = torch._dynamo = ModuleType("torch._dynamo")
         torch._dynamo.disable = lambda function, *args, **options: function
@@ -70,6 +71,7 @@ def pretended_gpu(facts: GpuFacts) -> Iterator[None]:
     finally:
         for name, own in usual.items():
             setattr(torch.cuda, name, own)
+        torch.Generator = generator  # type: ignore[misc]
 
 
 class _Stub:

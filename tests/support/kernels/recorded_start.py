@@ -28,6 +28,7 @@ from runtime.compilation.spec_source import SpecSource, without_side_effects
 from runtime.compilation.triton_cache import Compilation
 from runtime.kernels import triton_language
 from runtime.kernels.norm import rms_norm
+from runtime.models import weights
 from runtime.models.heads.mtp import mtp_spec
 from runtime.worker.sources import DummySource
 
@@ -43,6 +44,7 @@ def start(**changes: Any) -> list[Compilation]:
 
 
 def main() -> None:
+    weights._MOST_DRAWN_ON_CPU = 0  # large models are drawn on their device
     kernels, with_head = start(), start(draft="mtp", num_draft_tokens=2)
     norm = next(kernel for kernel in kernels if kernel.name == "_rms_norm_kernel")
     compiled = compile_all([norm], 2)
