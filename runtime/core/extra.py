@@ -19,6 +19,7 @@ from runtime.base.types import CallboardError, FinishReason, Request, StepOutput
 from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import StepResult
+from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.stats import EngineStats
 from runtime.core.step import ReportedRow, Step
@@ -94,7 +95,7 @@ class Extra:
         """Return the seconds for which the step after `step`, the only one in flight, need not be planned."""
         return 0.0
 
-    def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
+    def max_prompt_tokens(self, running: Sequence[RequestState], waiting: WaitingQueue) -> int | None:
         """Return the most prompt tokens of the next step; None for its whole budget."""
         return None
 

@@ -314,7 +314,7 @@ class Scheduler:
 
         Called before the plan has a row of a prompt: one that ends in this step would look as if it decoded."""
         if not step.num_prompts and self._chunked:
-            most = self.extras.max_prompt_tokens(self.running, self.waiting.num_tokens)
+            most = self.extras.max_prompt_tokens(self.running, self.waiting)
             step.max_prompt_tokens = None if most is None else max(most, self.kv_cache.least_row)
 
     def _grow(self, state: RequestState, num_tokens: int, rows: list[RequestState]) -> bool:

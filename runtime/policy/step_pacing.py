@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence, Set
 
 from runtime.core.extra import Culprit, Extra
 from runtime.core.plan import StepResult
+from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 
 # Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
-# share takes at most _AUTO_US, since the decoding rows wait meanwhile.
+# share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts.
 _AUTO_STEPS, _AUTO_SHARE, _AUTO_US = 4.0, 0.35, 0.3e6
 # Longest step without decoding rows. A request that arrives meanwhile waits for its end.
 _ALONE_US = 1.5e6
@@ -99,11 +100,12 @@ class StepPacing(Extra):
         self._planned_at.clear()
         return None
 
-    def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
+    def max_prompt_tokens(self, running: Sequence[RequestState], waiting: WaitingQueue) -> int | None:
         missing = [state.num_total - state.num_computed for state in running]
         num_decoding = missing.count(1)
         context = next((state.num_computed for state, n in zip(running, missing, strict=True) if n > 1), 0)
-        return self.prompt_tokens_beside(num_decoding, num_waiting_tokens + sum(missing) - num_decoding, context)
+        num_prompts, num_queued = len(missing) - num_decoding + len(waiting), sum(missing) - num_decoding
+        return self.prompt_tokens_beside(num_decoding, num_prompts, num_queued + waiting.num_tokens, context)
 
     def planning_delay_s(self, step: Step) -> float:
         planned_at = self._planned_at[step.step_id]
@@ -117,12 +119,14 @@ class StepPacing(Extra):
         token = self._token_us.near(self._context)
         return 0.0 if token is None else 1e6 / token.median
 
-    def prompt_tokens_beside(self, num_decoding: int, num_queued: int, context: int = 0) -> int | None:
+    def prompt_tokens_beside(
+        self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0
+    ) -> int | None:
         """Return the most prompt tokens that share a step with `num_decoding` rows; None for no limit.
 
-        `num_queued` counts all prompt tokens that are not computed yet, and `context` the tokens before the next one.
-        Without a target, a step takes a share of the queue if the decoding rows can wait so long. A burst of prompts
-        then does not wait for the few that arrived first."""
+        `num_queued` counts the tokens of `num_prompts` prompts that are not computed yet, and `context` the tokens
+        before the next one. Without a target, a step takes a share of the queue if the decoding rows can wait so long.
+        A burst of prompts then does not wait for the few that arrived first. Many rows wait less for few prompts."""
         if (token := self._token_us.near(context // _CONTEXT)) is None:
             return _FIRST_TOKENS if num_decoding else None
         decode = self._decode_us.near(num_decoding)
@@ -133,7 +137,8 @@ class StepPacing(Extra):
             most_us = self._max_us - decode_us
         else:
             share_us = max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
-            most_us = max(_AUTO_STEPS * decode_us, min(share_us, _AUTO_US))
+            longest_us = _AUTO_US * min(1.0, num_prompts / num_decoding)
+            most_us = max(_AUTO_STEPS * decode_us, min(share_us, longest_us))
         total = num_decoding + int(most_us / token_us)
         multiple = next(multiple for multiple, end in _MULTIPLES if total < end)
         total = (total + (multiple // 2 if multiple == _MULTIPLES[0][0] else 0)) // multiple * multiple

@@ -139,7 +139,7 @@ def test_steps_fill_their_graphs(num_decoding):
         now[0] += took_s
         pacing.observe_step(num_decoding, num_prompt_tokens, 0.0)
     for num_queued in range(100, 20000, 100):
-        count = pacing.prompt_tokens_beside(num_decoding, num_queued)
+        count = pacing.prompt_tokens_beside(num_decoding, num_decoding, num_queued)
         totals.add(num_decoding + count)
         wanted = max(800, 0.35 * num_queued)
         assert wanted - (128 if wanted + num_decoding < 2048 else 2048) <= count <= wanted
@@ -267,11 +267,20 @@ def test_no_single_sample_decides(kind, rows, noise, at, odd_us):
                     us = odd_us
                 now[0] += us / 1e6
                 pacing.observe_step(rows, num_prompt_tokens, 0.0)
-            tokens = pacing.prompt_tokens_beside(rows, 10000)
+            tokens = pacing.prompt_tokens_beside(rows, rows, 10000)
             decided[name].append((tokens, max(0.0, pacing.delay_s(rows, tokens, now[0]))))
     for (usual, _), (odd, delay_s) in zip(decided["usual"], decided["odd"], strict=True):
         assert usual / 2.5 <= odd <= usual * 2.5
         assert delay_s <= (rows * 1e3 + odd * 2e3) * 1.25 * 1.5 / 1e6
+
+
+def test_chats_go_on_beside_a_long_prompt():
+    """One prompt is not worth the wait of many rows."""
+    moe = Cpu(8.8e3, 24.0, 1e-4)  # 16 rows of a mixture with 35B
+    chats, prompt = [(0.0, 100, 400)] * 16, (1.0, 36000, 2)
+    alone, served = (Served(requests, device=moe) for requests in ([prompt], [*chats, prompt]))
+    assert np.percentile(np.concatenate([gaps_us(served, str(i)) for i in range(16)]), 99) < 60e3
+    assert served.first_token_ms[-1] < 1.3 * alone.first_token_ms[0]
 
 
 def test_the_first_prompt_is_computed_in_small_steps():
