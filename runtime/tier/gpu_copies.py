@@ -6,7 +6,7 @@
 
 A lane is a stream with its own staging memory. Two lanes take turns in each direction, so that one copies while the
 other's kernels run. Slots that are not pinned yet pass through a pinned buffer of the lane (a bounce). A thread of the
-lane has others fill or empty the bounce, and pinning pauses meanwhile. One kernel copies all small slots of a part.
+lane has others fill or empty the bounce. One kernel copies all small slots of a part.
 
 Without a GPU, under Triton's interpreter, streams do nothing, and all ends at once."""
 
@@ -48,7 +48,7 @@ class _Job:
     """A batch on its way, and pinned memory for its arguments and results."""
 
     batch: Batch
-    work: Future[None] | None  # a thread's part; None without one. Pinning pauses until it has ended
+    work: Future[None] | None  # a thread's part; None without one
 
     def __init__(self, host: torch.Tensor, on_gpu: bool) -> None:
         """`host` has five words for each transfer."""
@@ -133,10 +133,10 @@ class GpuCopier(TierCopier):
     def __init__(self, region: Region, info: TierInfo, rank: int, device: torch.device) -> None:
         super().__init__(region, info, rank)
         self._device = device
-        self.pinned = Pinned(self.payload, device)
+        self.pinned = Pinned(self.payload, device, region.num_backed)
 
     def ready(self) -> None:
-        self.pinned.begin()
+        self.pinned.finish()
 
     def _open(self, num_slots: int) -> None:
         bounces, self._most = not self.pinned.is_whole, max(1, num_slots // (2 * _LANES))
@@ -221,7 +221,6 @@ class GpuCopier(TierCopier):
                 self._copy(lane, places, on_device, size, to_host=True)
             lane.record(job)
             if len(unpinned):
-                self.pinned.pause()
                 lane.submit(job, self._copy_out, unpinned)
             lane.jobs.append(job)
 
@@ -240,10 +239,9 @@ class GpuCopier(TierCopier):
         for part in batch.cut(self._most):
             lane = next(self._load_lanes)
             job = lane.job(part)
-            if self.pinned.is_whole and not lane.is_working:
+            if part.slots.max() < self.pinned.num_slots and not lane.is_working:
                 self._copy_in(lane, job, earlier_plans)
             else:
-                self.pinned.pause()
                 lane.submit(job, self._copy_in, earlier_plans)
             lane.jobs.append(job)
 
@@ -292,7 +290,6 @@ class GpuCopier(TierCopier):
         job = lane.jobs.popleft()
         batch, results = job.batch, job.results.numpy()
         if job.work is not None:
-            self.pinned.resume()
             job.work.result()
         is_store = lane in self._lanes[:_LANES]
         if is_store:

@@ -144,6 +144,12 @@ class Region:
         slot = self.slot_bytes * self.num_ranks
         return RegionFigures(entries * slot, self.num_slots * slot, entries)
 
+    @property
+    def num_backed(self) -> int:
+        """Slots up to the last way that has memory in a set. Sets fill their first ways first."""
+        ways = np.flatnonzero(self._has_pages.any(0))
+        return (int(ways[-1]) + 1) * self._num_sets if ways.size else 0
+
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def touch(self, keys: bytes, expires: float = 0) -> None:

@@ -2,21 +2,16 @@
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from runtime.tier import pinning
-from runtime.tier.gpu_copies import GpuCopier
 from runtime.tier.pinning import Pinned
 from runtime.tier.region_files import map_file
-from tests.support.engine.tier_copies import SPECS, CopiedCache
-from tests.triton import INTERPRETING
 
 SLOT_BYTES = 4096
 FOREVER = 3600.0
@@ -47,7 +42,6 @@ def driver(monkeypatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(pinning, "_PART_BYTES", 4 * SLOT_BYTES)
     monkeypatch.setattr(pinning, "_HELD_S", 0)
-    monkeypatch.setattr(pinning, "_MOST_PAUSE_S", FOREVER)
     return fake
 
 
@@ -67,9 +61,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_pieces_cover_all_slots_and_are_unpinned(driver: FakeDriver, payload: torch.Tensor):
-    pinned = Pinned(payload, torch.device("cuda"))
+    pinned = Pinned(payload, torch.device("cuda"), 0)
     assert pinned.num_slots == 0
-    pinned.begin()
+    pinned.finish()
     wait_until(lambda: not pinned.is_pinning)
     assert pinned.is_whole
     assert pinned.is_mapped
@@ -80,45 +74,33 @@ def test_pieces_cover_all_slots_and_are_unpinned(driver: FakeDriver, payload: to
 
 def test_other_device_addresses_are_not_used(driver: FakeDriver, payload: torch.Tensor):
     driver.shift = 1 << 40
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.begin()
+    pinned = Pinned(payload, torch.device("cuda"), 0)
+    pinned.finish()
     wait_until(lambda: not pinned.is_pinning)
     assert pinned.is_whole
     assert not pinned.is_mapped
     pinned.close()
 
 
-def test_pinning_pauses_and_goes_on(driver: FakeDriver, payload: torch.Tensor):
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.pause()
-    pinned.pause()
-    pinned.begin()
-    pinned.resume()
+@pytest.mark.parametrize(("num_backed", "num_first"), [(1, 4), (4, 4), (5, 8), (10, 10)])
+def test_backed_slots_are_pinned_before_the_runner_is_ready(num_backed, num_first, driver, payload, monkeypatch):
+    monkeypatch.setattr(pinning, "_HELD_S", FOREVER)  # pieces grow
+    pinned = Pinned(payload, torch.device("cuda"), num_backed)
+    wait_until(lambda: pinned.num_slots == num_first)
     time.sleep(0.05)
-    assert not driver.sizes, "one pause is left"
-    pinned.resume()
+    assert pinned.num_slots == num_first
+    pinned.finish()
     wait_until(lambda: pinned.is_whole)
+    assert sum(driver.sizes) == 10 * SLOT_BYTES
     pinned.close()
 
 
-def test_a_pause_ends_at_its_limit(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
-    """Copies through bounces that never end do not keep slots from being pinned."""
-    monkeypatch.setattr(pinning, "_MOST_PAUSE_S", 0.001)
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.pause()
-    pinned.begin()
-    wait_until(lambda: pinned.is_whole)
-    pinned.close()
-
-
-def test_close_ends_pinning_early(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
-    monkeypatch.setattr(pinning, "_MOST_PAUSE_S", 0.05)
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.pause()
-    pinned.begin()
+@pytest.mark.parametrize("num_backed", [0, 4, 10])
+def test_close_ends_pinning_at_any_time(num_backed: int, driver: FakeDriver, payload: torch.Tensor):
+    pinned = Pinned(payload, torch.device("cuda"), num_backed)
     pinned.close()
     assert not pinned.is_pinning
-    assert len(driver.unpinned) == len(driver.sizes) < 3
+    assert len(driver.unpinned) == len(driver.sizes)
 
 
 def test_an_error_leaves_the_rest_unpinned(driver: FakeDriver, payload: torch.Tensor, monkeypatch, caplog):
@@ -128,47 +110,20 @@ def test_an_error_leaves_the_rest_unpinned(driver: FakeDriver, payload: torch.Te
         driver.call(name, *arguments)
 
     monkeypatch.setattr(pinning, "call", call)
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.begin()
+    pinned = Pinned(payload, torch.device("cuda"), 0)
+    pinned.finish()
     wait_until(lambda: not pinned.is_pinning)
     assert pinned.num_slots == 4
     assert "4 of 10 slots of the tier are pinned" in caplog.text
     pinned.close()
 
 
-@pytest.mark.triton
-@pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("is_store", [True, False])
-def test_pinning_pauses_while_a_bounce_is_in_use(is_store: bool, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(Pinned, "is_whole", False)
-    made = CopiedCache(tmp_path, SPECS["bfloat16"], "triton")
-    copier, may_copy = made.copier, threading.Event()
-    assert isinstance(copier, GpuCopier)
-    copier.pinned.num_slots = 0
-    made.store([(0, 1)], "a")
-    plain = copier._bounce
-
-    def bounce(*arguments, **named) -> None:
-        assert may_copy.wait(60)
-        plain(*arguments, **named)
-
-    monkeypatch.setattr(copier, "_bounce", bounce)
-    assert copier.pinned._may_run.is_set(), "no copy is in flight"
-    transfers = made.transfers([(0, 2)], "b" if is_store else "a")
-    made.start(**{"stores" if is_store else "loads": transfers})
-    assert not copier.pinned._may_run.is_set()
-    may_copy.set()
-    made.ended(1)
-    assert copier.pinned._may_run.is_set()
-    copier.close()
-
-
 def test_pieces_grow_while_the_driver_is_quick(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
     monkeypatch.setattr(pinning, "_PART_BYTES", SLOT_BYTES)
     monkeypatch.setattr(pinning, "_HELD_S", FOREVER)
     monkeypatch.setattr(pinning, "_MOST_PARTS", 4)
-    pinned = Pinned(payload, torch.device("cuda"))
-    pinned.begin()
+    pinned = Pinned(payload, torch.device("cuda"), 0)
+    pinned.finish()
     wait_until(lambda: pinned.is_whole)
     assert [size // SLOT_BYTES for size in driver.sizes] == [1, 2, 4, 3]
     pinned.close()
@@ -179,7 +134,7 @@ def test_memory_is_populated_before_it_is_pinned():
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(1 << 20)
         payload = torch.from_numpy(map_file(file.fileno()).view(np.int64).reshape(16, -1))
-        pinned = Pinned(payload, torch.device("cpu"))
+        pinned = Pinned(payload, torch.device("cpu"), 0)
         assert os.fstat(file.fileno()).st_blocks == 0
         pinned._populate(payload[4:8])
         assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 18
@@ -190,7 +145,7 @@ def test_slow_huge_pages_are_given_up(driver: FakeDriver, payload: torch.Tensor,
     tried = []
     monkeypatch.setattr(pinning, "give_pages", lambda address, size, huge: tried.append(huge))
     monkeypatch.setattr(pinning, "_SLOW_S", 0)
-    pinned = Pinned(payload, torch.device("cuda"))
+    pinned = Pinned(payload, torch.device("cuda"), 0)
     pinned._populate(payload[:4])
     pinned._populate(payload[4:])
     assert tried == [True, False]

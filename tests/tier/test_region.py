@@ -390,6 +390,17 @@ def test_a_stopped_lock_holder_delays_no_process(region):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+def test_first_ways_are_filled_first(folder):
+    """So a process that pins the slots with memory pins little else."""
+    region = Region.open(folder, "layout", 8 * WAYS, 4096, 1)
+    assert region.num_backed == 0
+    for number in range(32):
+        store(region, keys_of(number))
+    assert 32 <= region.num_backed <= 8 * 7
+    assert Region.open(folder, "layout", 8 * WAYS, 4096, 1).num_backed == region.num_backed
+    assert region.slots_of(keys_of(*range(32)), ready=True).max() < region.num_backed
+
+
 def test_a_slot_without_memory_is_not_reserved(region, monkeypatch):
     """A write to it would end the process with SIGBUS."""
     region.reserve(keys_of(1), salt=0)
