@@ -27,7 +27,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -218,10 +218,13 @@ def main() -> None:
     args = parser.parse_args()
     config = engine_config(args.set, kv_tier_memory=args.memory, kv_tier_name=f"benchmark-{os.getpid()}")
     results = Results("tier_pair", args.out)
-    engines = [EngineProcess(args.model, config, i % args.gpus) for i in range(2)]
+    engines: list[EngineProcess] = []
     try:
-        for engine in engines:
-            engine.pipe.recv()  # it is ready
+        for i in range(2):
+            # Engines that share a GPU start one after the other, as each takes what is free at its largest step.
+            share = {"gpu_memory_utilization": 0.45 * (i + 1)} if args.gpus == 1 else {}
+            engines.append(EngineProcess(args.model, replace(config, **share), i % args.gpus))
+            engines[-1].pipe.recv()  # it is ready
         if args.case == "takeover":
             texts, common = random_texts(args.model, args.tokens), {"streams": args.streams, "tokens": args.tokens}
             results.add(

@@ -5,7 +5,8 @@ them at full speed. They come first, because the region fills its first ways fir
 is ready: to give memory to gigabytes takes seconds, and it would delay the weights.
 
 Two threads give and map memory without the driver's lock, and a third one pins it. How fast the driver does that
-depends on the pages' size. So a piece is as large as it pins in `_HELD_S`.
+depends on the pages' size. So a piece is as large as it pins in a given time. Calls are large, too: while another
+thread computes in Python, each of them waits 5 ms for Python's lock.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from runtime.worker.cuda_driver import call
 
 logger = logging.getLogger(__name__)
 
-_PART_BYTES = 4 << 20  # a piece has whole parts; small pages of one take about 0.6 ms
-_MOST_PARTS = 256
+_PART_BYTES = 64 << 20  # a thread gives this much memory at a time
+_LEAST_BYTES, _MOST_COUNT = 4 << 20, 256  # a piece is a multiple of the first, up to the second
 _HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
+_START_HELD_S = 1e-2  # the same before there are steps
 _BREAK_S = 5e-4  # time for others between two pieces, since that lock is not fair
 _SLOW_S = 0.5  # a part that took longer to populate: memory is in fragments, so huge pages are not worth their wait
 _NUM_THREADS = 2
@@ -78,12 +80,12 @@ class Pinned:
     def _populate(self, part: torch.Tensor) -> None:
         if not self._stop.is_set():
             start = time.perf_counter()
-            give_pages(part.data_ptr(), len(part) * self._slot_bytes, self._huge)
+            give_pages(part.view(torch.uint8).flatten().numpy(), self._huge)
             self._huge &= time.perf_counter() - start < _SLOW_S
 
     def _pin(self) -> None:
-        start, length = time.perf_counter(), max(1, _PART_BYTES // self._slot_bytes)
-        parts = [(at, self._payload[at : at + length]) for at in range(0, len(self._payload), length)]
+        start, total, length = time.perf_counter(), len(self._payload), max(1, _PART_BYTES // self._slot_bytes)
+        parts = [(at, self._payload[at : at + length]) for at in range(0, total, length)]
         populated = [threading.Semaphore(0) for _ in range(_NUM_THREADS)]  # each thread's parts, which take turns
         for first, done in enumerate(populated):
             own = parts[first::_NUM_THREADS]
@@ -91,27 +93,29 @@ class Pinned:
         try:
             torch.cuda.mem_get_info(self._device)  # any call of the runtime gives this thread a context
             call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
-            turns, count, num_backed = cycle(populated), 1, -(-self._num_backed // length) * length
+            turns, num_populated, num_backed = cycle(populated), 0, -(-self._num_backed // length) * length
+            least, count = max(1, _LEAST_BYTES // self._slot_bytes), 1
             while not self.is_whole:
-                end = self.num_slots + count * length
-                part = self._payload[self.num_slots : min(end, num_backed) if self.num_slots < num_backed else end]
-                for _ in range(-(-len(part) // length)):
+                is_start = self.num_slots < num_backed
+                end = min(self.num_slots + count * least, num_backed if is_start else total, total)
+                while num_populated < end:
                     next(turns).acquire()
+                    num_populated += length
                 if self._stop.wait(_BREAK_S):
                     return
-                begin = time.perf_counter()
-                self._pin_part(part)
-                share = _HELD_S / (time.perf_counter() - begin)
-                count = max(1, min(int(count * share), 2 * count, _MOST_PARTS))
+                begin = time.thread_time()  # without waits for locks
+                self._pin_piece(self._payload[self.num_slots : end])
+                share = (_START_HELD_S if is_start else _HELD_S) / max(time.thread_time() - begin, 1e-6)
+                count = max(1, min(int(count * share), 2 * count, _MOST_COUNT))
         except OSError as e:
             self._stop.set()
-            logger.warning("%d of %d slots of the tier are pinned: %s", self.num_slots, len(self._payload), e.strerror)
+            logger.warning("%d of %d slots of the tier are pinned: %s", self.num_slots, total, e.strerror)
             return
-        gib, seconds = len(self._payload) * self._slot_bytes / (1 << 30), time.perf_counter() - start
+        gib, seconds = total * self._slot_bytes / (1 << 30), time.perf_counter() - start
         logger.info("tier: %.1f GiB pinned in %d pieces, %.1f s after it was opened", gib, len(self._pieces), seconds)
 
-    def _pin_part(self, part: torch.Tensor) -> None:
-        address, size = ctypes.c_uint64(part.data_ptr()), ctypes.c_size_t(len(part) * self._slot_bytes)
+    def _pin_piece(self, piece: torch.Tensor) -> None:
+        address, size = ctypes.c_uint64(piece.data_ptr()), ctypes.c_size_t(len(piece) * self._slot_bytes)
         call("cuMemHostRegister_v2", address, size, ctypes.c_uint(_PORTABLE | _DEVICEMAP))
         self._pieces.append(address.value)
         try:
@@ -120,7 +124,7 @@ class Pinned:
             self.is_mapped &= mapped.value == address.value
         except OSError:
             self.is_mapped = False
-        self.num_slots += len(part)
+        self.num_slots += len(piece)
 
     def close(self) -> None:
         """Unpin all. No copy is in flight."""

@@ -44,6 +44,7 @@ SET = np.dtype(  # 64 bytes a slot; the fields of a set's ways are neighbours, f
 _NAMES = ["head", "acks", "slots", "sums", "payload"]  # the files in the order of their deletion
 
 HUGE_BYTES = 2 << 20  # a huge page on x86-64
+_SMALL_BYTES = 8 << 20  # small pages that are given at once
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _POPULATE_WRITE = 23  # madvise: give a range its pages; kernels before Linux 5.14 refuse it
 _COLLAPSE = 25  # madvise: gather the range's pages in huge ones
@@ -210,16 +211,19 @@ def map_file(file: int) -> NDArray[np.uint8]:
     return memory
 
 
-def give_pages(address: int, size: int, huge: bool = True) -> None:
-    """Give a range of `map_file` its pages before their first use. Bytes in the file stay.
+def give_pages(memory: NDArray[np.uint8], huge: bool = True) -> None:
+    """Give a part of `map_file` its pages before their first use. Bytes in the file stay.
 
-    With `huge` these are huge pages where the kernel can gather them, and the range grows to whole ones. Small pages
+    With `huge` these are huge pages where the kernel can gather them, and the part grows to whole ones. Small pages
     remain, for example, where a GPU's driver has pinned them."""
-    begin, end = address // HUGE_BYTES * HUGE_BYTES if huge else address, address + size
-    for at in range(begin, end, HUGE_BYTES):
-        # A range without any page cannot be gathered.
-        if not huge or not _advise(at, mmap.PAGESIZE, _POPULATE_WRITE) or not _advise(at, HUGE_BYTES, _COLLAPSE):
-            _advise(max(at, address), min(at + HUGE_BYTES, end) - max(at, address), _POPULATE_WRITE)
+    begin, end = memory.ctypes.data, memory.ctypes.data + len(memory)
+    if huge:
+        first = begin // HUGE_BYTES * HUGE_BYTES
+        memory[::HUGE_BYTES].max(initial=0), memory[-1:].max(initial=0)  # a range without any page cannot be gathered
+        if _advise(first, -(-end // HUGE_BYTES) * HUGE_BYTES - first, _COLLAPSE):
+            return
+    for at in range(begin, end, _SMALL_BYTES):  # other threads that map memory wait for each call
+        _advise(at, min(at + _SMALL_BYTES, end) - at, _POPULATE_WRITE)
 
 
 def _advise(address: int, size: int, advice: int) -> bool:

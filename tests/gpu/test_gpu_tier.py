@@ -95,7 +95,7 @@ def test_loads_wait_for_readers_of_their_blocks(folder: Path):
 
 def test_copies_stay_within_a_pinned_piece(folder: Path, monkeypatch):
     """Pieces of three slots, some pinned while others are not yet."""
-    monkeypatch.setattr("runtime.tier.pinning._PART_BYTES", 3 * (256 << 10))
+    monkeypatch.setattr("runtime.tier.pinning._LEAST_BYTES", 3 * (256 << 10))
     monkeypatch.setattr("runtime.tier.pinning._HELD_S", 0)
     made = CopiedCache(folder, LARGE, "cuda")
     blocks = [(0, block) for block in range(1, 31)]

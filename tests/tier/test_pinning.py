@@ -41,6 +41,7 @@ def driver(monkeypatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(pinning, "_PART_BYTES", 4 * SLOT_BYTES)
+    monkeypatch.setattr(pinning, "_LEAST_BYTES", 4 * SLOT_BYTES)
     monkeypatch.setattr(pinning, "_HELD_S", 0)
     return fake
 
@@ -84,7 +85,8 @@ def test_other_device_addresses_are_not_used(driver: FakeDriver, payload: torch.
 
 @pytest.mark.parametrize(("num_backed", "num_first"), [(1, 4), (4, 4), (5, 8), (10, 10)])
 def test_backed_slots_are_pinned_before_the_runner_is_ready(num_backed, num_first, driver, payload, monkeypatch):
-    monkeypatch.setattr(pinning, "_HELD_S", FOREVER)  # pieces grow
+    for name in ("_HELD_S", "_START_HELD_S"):
+        monkeypatch.setattr(pinning, name, FOREVER)  # pieces grow
     pinned = Pinned(payload, torch.device("cuda"), num_backed)
     wait_until(lambda: pinned.num_slots == num_first)
     time.sleep(0.05)
@@ -119,9 +121,9 @@ def test_an_error_leaves_the_rest_unpinned(driver: FakeDriver, payload: torch.Te
 
 
 def test_pieces_grow_while_the_driver_is_quick(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
-    monkeypatch.setattr(pinning, "_PART_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(pinning, "_LEAST_BYTES", SLOT_BYTES)
     monkeypatch.setattr(pinning, "_HELD_S", FOREVER)
-    monkeypatch.setattr(pinning, "_MOST_PARTS", 4)
+    monkeypatch.setattr(pinning, "_MOST_COUNT", 4)
     pinned = Pinned(payload, torch.device("cuda"), 0)
     pinned.finish()
     wait_until(lambda: pinned.is_whole)
@@ -143,7 +145,7 @@ def test_memory_is_populated_before_it_is_pinned():
 
 def test_slow_huge_pages_are_given_up(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
     tried = []
-    monkeypatch.setattr(pinning, "give_pages", lambda address, size, huge: tried.append(huge))
+    monkeypatch.setattr(pinning, "give_pages", lambda memory, huge: tried.append(huge))
     monkeypatch.setattr(pinning, "_SLOW_S", 0)
     pinned = Pinned(payload, torch.device("cuda"), 0)
     pinned._populate(payload[:4])

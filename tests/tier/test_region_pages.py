@@ -34,7 +34,7 @@ def given(file: int) -> np.ndarray:
     """The file's memory after `give_pages`; skips where the kernel cannot gather pages."""
     memory = map_file(file)
     memory[::4096] = 7
-    give_pages(memory.ctypes.data, SIZE)
+    give_pages(memory)
     if not huge_bytes(memory.ctypes.data):
         pytest.skip("this kernel gathers no huge pages: it is older than 6.1, or has none free")
     return memory
@@ -89,6 +89,15 @@ def test_a_later_mapping_has_huge_pages(file: int):
 def test_memory_has_pages_without_huge_ones(file: int, huge: bool, monkeypatch):
     monkeypatch.setattr(region_files, "_COLLAPSE", 9999)
     memory = map_file(file)
-    give_pages(memory.ctypes.data + 4096, 3 * HUGE_BYTES, huge)
-    assert os.fstat(file).st_blocks * 512 - 3 * HUGE_BYTES in ((4096,) if huge else (0,))
+    give_pages(memory[4096:][: 3 * HUGE_BYTES], huge)
+    assert os.fstat(file).st_blocks * 512 - 3 * HUGE_BYTES in ((0, 4096) if huge else (0,))
     assert not huge_bytes(memory.ctypes.data)
+
+
+@pytest.mark.parametrize(("huge", "num_calls"), [(True, 1), (False, 2)])
+def test_pages_are_given_by_few_calls(file: int, huge: bool, num_calls: int, monkeypatch):
+    """Each call waits for Python's lock."""
+    calls, plain = [], region_files._advise
+    monkeypatch.setattr(region_files, "_advise", lambda *of: calls.append(of) or plain(*of) or huge)
+    give_pages(map_file(file), huge)
+    assert len(calls) == num_calls

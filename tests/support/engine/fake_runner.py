@@ -214,7 +214,9 @@ class FixedPacing(StepPacing):
         super().__init__(None, lambda: 0.0)
         self.most = most
 
-    def prompt_tokens_beside(self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0) -> int | None:
+    def prompt_tokens_beside(
+        self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0
+    ) -> int | None:
         assert num_queued > 0
         return self.most if num_decoding else None
 
