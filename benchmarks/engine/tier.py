@@ -15,7 +15,7 @@ Milliseconds are times to the first token, medians over the repeats.
     | resume | first_ms | the next turn, once the second engine is ready |
     | | tier_ms | the same again; the device's cache is emptied before it |
     | | device_ms, computed_ms | the same with the device's blocks, and with none, under another salt |
-    | | different | tokens of these answers that differ from the computed ones |
+    | | different, unlike_device | tokens that differ from the computed ones, and from those with the device's blocks |
     | start | new_s, full_s, none_s | seconds until an engine is ready: empty region, used region, no tier |
     | overhead | with_, without_ | rates and times with a tier that has no hit, and without it; one runner, in turns |
     | copies | store_gb_s, load_gb_s | all blocks of `--copied` GiB at once, nothing else running |
@@ -175,10 +175,14 @@ class Conversation:
         loads = (stats()["tier_hit_tokens"] - hit) / hit if hit else 0.0
         computed, right = self.answer(self._next, salt="another")
         self.finish()
-        different = sum(a != b for answer in answers for a, b in zip(answer, right, strict=True))
+        different, unlike_device = (
+            sum(a != b for answer in answers for a, b in zip(answer, wanted, strict=True))
+            for wanted in (right, answers[-1])
+        )
         return {
             "first_ms": first * 1e3, "tier_ms": median(tier) * 1e3, "device_ms": median(device) * 1e3,
             "computed_ms": computed * 1e3, "times_as_fast": computed / first, "different": different,
+            "unlike_device": unlike_device,
             "hit_tokens": hit, "loaded_bytes": num_bytes, "loads_again": loads, "damaged": stats()["tier_damaged"],
         }  # fmt: skip
 
