@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.base.images import MAX_TOKENS
@@ -57,13 +58,22 @@ def choices_of(setting: Field[Any], kind: Any) -> tuple[Any, ...]:
 
 def check_settings(settings: Any) -> None:
     """Raise CallboardError for the first of the settings that is outside its bounds or choices."""
-    kinds = get_type_hints(type(settings))
-    for f in fields(settings):
-        value, kind, bounds = getattr(settings, f.name), kinds[f.name], f.metadata["bounds"]
-        if (choices := choices_of(f, kind)) and value not in choices:
-            raise CallboardError(f"{f.name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
-        if bounds != Bounds() and value is not None and not bounds.hold(value):
-            raise CallboardError(f"{f.name} is {value}; it must be {bounds}.")
+    kind: Any = type(settings)
+    for name, choices, bounds in _limits_of(kind):
+        value = getattr(settings, name)
+        if choices and value not in choices:
+            raise CallboardError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+        if bounds is not None and value is not None and not bounds.hold(value):
+            raise CallboardError(f"{name} is {value}; it must be {bounds}.")
+
+
+@cache
+def _limits_of(kind: Any) -> list[tuple[str, tuple[Any, ...], Bounds | None]]:
+    """Return each limited setting's name, choices and bounds."""
+    kinds, no_bounds = get_type_hints(kind), Bounds()
+    found = [(f.name, choices_of(f, kinds[f.name]), f.metadata["bounds"]) for f in fields(kind)]
+    limits = [(name, choices, None if bounds == no_bounds else bounds) for name, choices, bounds in found]
+    return [limit for limit in limits if limit[1] or limit[2] is not None]
 
 
 @dataclass(frozen=True, slots=True)
