@@ -221,7 +221,7 @@ def main() -> None:
     engines: list[EngineProcess] = []
     try:
         for i in range(2):
-            # Engines that share a GPU start one after the other, as each takes what is free at its largest step.
+            # Engines on one GPU start one after the other: each of them measures the free memory.
             share = {"gpu_memory_utilization": 0.45 * (i + 1)} if args.gpus == 1 else {}
             engines.append(EngineProcess(args.model, replace(config, **share), i % args.gpus))
             engines[-1].pipe.recv()  # it is ready
