@@ -107,7 +107,7 @@ def kernels_ahead(parts: KernelParts, helper: KernelHelper | None) -> HelpedKern
 def _begin(parts: KernelParts, helper: KernelHelper | None) -> HelpedKernels | None:
     start = time.perf_counter()
     cores = max(1, available_cores() // parts.shard.size)
-    source = SpecSource.of(parts.source, without_side_effects(parts.config))
+    source = SpecSource.of(parts.source, without_side_effects(parts.config), parts.head)
     job = CompileJob(source, parts.shard, parts.is_draft, GpuFacts.of(parts.numerics.device), cores)
     names = listed_kernels(job)
     if names is None:

@@ -41,17 +41,17 @@ class SpecSource(DummySource):
     has_kv_scales: bool = False
 
     @classmethod
-    def of(cls, source: ModelSource, config: EngineConfig) -> SpecSource:
-        """The description of another source; its weights are not read."""
+    def of(cls, source: ModelSource, config: EngineConfig, head: HeadSpec | None) -> SpecSource:
+        """The description of another source, with a head; its weights are not read."""
         is_fp8 = source.spec.kv_cache_form(config.kv_cache_dtype) == "fp8"
-        pooling, head = source.pooling(config.pooling), source.head(config.draft, config.head_layers)
+        pooling = source.pooling(config.pooling)
         return cls(
             source.spec,
             eos_token_ids=source.eos_token_ids,
             num_labels=0 if pooling is None else pooling.num_labels,
             weight_map=source.weight_map,
             tower=source.tower,
-            draft_head=None if head is None else head.spec,
+            draft_head=head,
             config=config,
             pooled=pooling,
             has_kv_scales=is_fp8 and source.kv_scales() is not None,
@@ -61,7 +61,9 @@ class SpecSource(DummySource):
     def at(cls, path: Path, config: EngineConfig) -> SpecSource:
         """Describe a model's files, or a folder with a config.json alone. A head in another folder needs its files."""
         if path.is_file() or any(path.glob("*.safetensors")):
-            return cls.of(CheckpointSource(path), config)
+            source = CheckpointSource(path)
+            own = source.head(config.draft, config.head_layers)
+            return cls.of(source, config, None if own is None else own.spec)
         config_json = model_config(path)
         spec, weight_map = load_spec(config_json)
         eos_token_ids = folder_eos_token_ids(path, config_json)

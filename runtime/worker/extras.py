@@ -170,6 +170,7 @@ class DraftingHead(Protocol):
 
     spec: HeadSpec  # this rank's
     whole: HeadSpec
+    stored: HeadSpec  # the whole head as its files have it, before it is quantized
     fingerprint: str
 
     def load(self, decoder: Decoder, num_positions: int, updated: TensorSource | None = None) -> None:
@@ -348,6 +349,7 @@ class KernelParts(NamedTuple):
     numerics: Numerics
     shard: Shard
     is_draft: bool
+    head: HeadSpec | None  # DraftingHead.stored
 
 
 @dataclass(frozen=True, slots=True)

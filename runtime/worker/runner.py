@@ -106,7 +106,8 @@ class ModelRunner:
             self._sleep_memory = extras.sleep_memory(numerics.device)
         self._kernels: KernelsAhead | None = None
         if numerics.backend == "triton" and numerics.device.type == "cuda" and extras.kernels is not None:
-            self._kernels = extras.kernels(KernelParts(config, source, numerics, self.shard, is_draft))
+            head = None if self.head is None else self.head.stored
+            self._kernels = extras.kernels(KernelParts(config, source, numerics, self.shard, is_draft, head))
         self._group = extras.group(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:

@@ -113,7 +113,7 @@ def test_every_family_can_be_sent_to_a_helper():
 
 def test_start_survives_what_a_helper_cannot_get(caplog):
     with caplog.at_level(logging.WARNING):
-        assert kernels_ahead(KernelParts(EngineConfig(), None, None, Shard(), False), None) is None  # type: ignore[arg-type]
+        assert kernels_ahead(KernelParts(EngineConfig(), None, None, Shard(), False, None), None) is None  # type: ignore[arg-type]
     assert "not compiled ahead" in caplog.text
 
 

@@ -49,7 +49,7 @@ class RunnerHead:
 
     def __init__(self, source: HeadSource, whole: HeadSpec, shard: Shard, encodings: Mapping[str, str]) -> None:
         """`encodings` has each quantized layer's, by parameter."""
-        self._source, self.whole, self.spec = source, whole, whole.for_rank(shard)
+        self._source, self.stored, self.whole, self.spec = source, source.spec, whole, whole.for_rank(shard)
         self.fingerprint = f"{source.fingerprint} {encodings}" if encodings else source.fingerprint
 
     def load(self, decoder: Decoder, num_positions: int, updated: TensorSource | None = None) -> None:
