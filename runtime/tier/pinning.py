@@ -31,7 +31,7 @@ _LEAST_BYTES, _MOST_COUNT = 4 << 20, 256  # a piece is a multiple of the first, 
 _HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
 _START_HELD_S = 1e-2  # the same before there are steps
 _BREAK_S = 5e-4  # time for others between two pieces, since that lock is not fair
-_SLOW_S = 0.5  # a part that took longer to populate: memory is in fragments, so huge pages are not worth their wait
+_SLOW_S = 4.0  # a part that took longer to populate: memory is in fragments, so huge pages are not worth their wait
 _NUM_THREADS = 2
 _PORTABLE, _DEVICEMAP = 1, 2  # flags for all contexts, and for the device's addresses
 _RELAXED = 2  # capture mode: this thread's calls do not disturb a graph's capture in another thread
@@ -80,7 +80,7 @@ class Pinned:
     def _populate(self, part: torch.Tensor) -> None:
         if not self._stop.is_set():
             start = time.perf_counter()
-            give_pages(part.view(torch.uint8).flatten().numpy(), self._huge)
+            give_pages(part.view(torch.uint8).view(-1).numpy(), self._huge)
             self._huge &= time.perf_counter() - start < _SLOW_S
 
     def _pin(self) -> None:
@@ -97,6 +97,8 @@ class Pinned:
             least, count = max(1, _LEAST_BYTES // self._slot_bytes), 1
             while not self.is_whole:
                 is_start = self.num_slots < num_backed
+                if self.num_slots == num_backed:
+                    count = 1  # steps begin
                 end = min(self.num_slots + count * least, num_backed if is_start else total, total)
                 while num_populated < end:
                     next(turns).acquire()

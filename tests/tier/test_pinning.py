@@ -91,9 +91,11 @@ def test_backed_slots_are_pinned_before_the_runner_is_ready(num_backed, num_firs
     wait_until(lambda: pinned.num_slots == num_first)
     time.sleep(0.05)
     assert pinned.num_slots == num_first
+    num_pieces = len(driver.sizes)
     pinned.finish()
     wait_until(lambda: pinned.is_whole)
     assert sum(driver.sizes) == 10 * SLOT_BYTES
+    assert max(driver.sizes[num_pieces:][:1], default=0) <= 4 * SLOT_BYTES, "steps begin: pieces are small again"
     pinned.close()
 
 
