@@ -37,7 +37,9 @@ settings.load_profile("thorough" if os.environ.get("CALLBOARD_TESTS") == "all" e
 transports: Any = httpx._transports.default
 _new_context = transports.create_ssl_context
 _context_of = functools.cache(lambda _certificates, *args, **settings: _new_context(*args, **settings))
-transports.create_ssl_context = lambda *args, **settings: _context_of(certifi.where(), *args, **settings)
+transports.create_ssl_context = lambda *args, **settings: _context_of(
+    (certifi.where(), os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), *args, **settings
+)
 
 
 @pytest.hookimpl(wrapper=True)
