@@ -4,13 +4,13 @@
 
 The cache has a published shape's layout and random bytes. A plan stores all blocks, and another one loads them. On a
 GPU this is measured by threads, while no slot is pinned, and again once all slots are pinned. In between the region is
-opened again, as after a restart, and a load begins together with pinning. The region is new, in /dev/shm, and deleted
-at the end.
+opened again, as after a restart, and a load begins when the runner is ready. The region is new, in /dev/shm. It is
+deleted at the end.
 
     | figure | what |
     | --- | --- |
-    | pin_s | seconds until all slots are pinned, with that load; half of the region has its memory before |
-    | first_gb_s, first_pinned | the load that begins together with pinning; the slots that are pinned at its end |
+    | pin_s | seconds from ready until all slots are pinned, with that load; half of them have memory before |
+    | first_gb_s, first_pinned | that load; the slots that are pinned at its end |
     | store_gb_s, load_gb_s | bytes over the time from the plan's start to its last transfer's end |
     | store_host_ms, load_host_ms | the step thread's part of that time |
     | step_store_host_us | the step thread's part of a store of 256 blocks, or of all if there are fewer |

@@ -2,11 +2,11 @@
 
 Slots that have memory from an earlier process are pinned during the start, so that the first requests load from
 them at full speed. They come first, because the region fills its first ways first. The others follow when the runner
-is ready: to give memory to gigabytes takes seconds, and it would delay the weights.
+is ready: to populate gigabytes takes seconds, which would delay the start.
 
-Two threads give and map memory without the driver's lock, and a third one pins it. How fast the driver does that
-depends on the pages' size. So a piece is as large as it pins in a given time. Calls are large, too: while another
-thread computes in Python, each of them waits 5 ms for Python's lock.
+Two threads populate memory without the driver's lock, and a third one pins it. How fast the driver pins depends on
+the pages' size. So a piece is as large as it pins in `_HELD_S`. Calls are large, too: while another thread computes in
+Python, each of them waits 5 ms for Python's lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runtime.worker.cuda_driver import call
 
 logger = logging.getLogger(__name__)
 
-_PART_BYTES = 64 << 20  # a thread gives this much memory at a time
+_PART_BYTES = 64 << 20  # a thread populates this much at a time
 _LEAST_BYTES, _MOST_COUNT = 4 << 20, 256  # a piece is a multiple of the first, up to the second
 _HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
 _START_HELD_S = 1e-2  # the same before there are steps
@@ -105,7 +105,7 @@ class Pinned:
                     num_populated += length
                 if self._stop.wait(_BREAK_S):
                     return
-                begin = time.thread_time()  # without waits for locks
+                begin = time.thread_time()  # CPU time; waits for locks do not count
                 self._pin_piece(self._payload[self.num_slots : end])
                 share = (_START_HELD_S if is_start else _HELD_S) / max(time.thread_time() - begin, 1e-6)
                 count = max(1, min(int(count * share), 2 * count, _MOST_COUNT))

@@ -219,7 +219,8 @@ def give_pages(memory: NDArray[np.uint8], huge: bool = True) -> None:
     begin, end = memory.ctypes.data, memory.ctypes.data + len(memory)
     if huge:
         first = begin // HUGE_BYTES * HUGE_BYTES
-        memory[::HUGE_BYTES].max(initial=0), memory[-1:].max(initial=0)  # a range without any page cannot be gathered
+        memory[::HUGE_BYTES].max(initial=0)  # touch each huge page: one without any page cannot be gathered
+        memory[-1:].max(initial=0)
         if _advise(first, -(-end // HUGE_BYTES) * HUGE_BYTES - first, _COLLAPSE):
             return
     for at in range(begin, end, _SMALL_BYTES):  # other threads that map memory wait for each call
