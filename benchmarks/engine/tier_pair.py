@@ -4,6 +4,7 @@
     python -m benchmarks.engine.tier_pair apart --model llama-3.1-8b --memory 64 --gpus 2
 
 Each engine is a process of its own with random weights in a published shape, without Ray. With one GPU both share it.
+Work begins when both have pinned the tier's memory, which takes some seconds after a start.
 
 takeover: the first engine decodes the streams and is killed. The second one goes on with them.
 
@@ -11,6 +12,7 @@ takeover: the first engine decodes the streams and is killed. The second one goe
     | --- | --- |
     | first_ms, all_ms | from the kill to the first stream's next token, and to the last one's |
     | computed_ms | the same without hits, under another salt |
+    | hit_tokens | the second engine's, from the tier |
     | different | tokens that differ from the computed ones |
 
 apart: `--chats` chats with `--chat` tokens at a time, and a prompt with `--long` tokens each `--every` seconds.
@@ -37,6 +39,7 @@ from benchmarks.library.measure import Engine, Results, engine_config, new_parse
 from benchmarks.library.models import spec_of
 from runtime.base.config import EngineConfig
 from runtime.base.types import Request, SamplingParams
+from runtime.tier.gpu_copies import GpuCopier
 from runtime.tier.place import base_folder, forget
 
 _MORE = 16  # tokens of each continued stream
@@ -77,6 +80,12 @@ class EngineProcess:
         """Send a request."""
         self.pipe.send(Ask(name, prompt, max_tokens, salt))
 
+    def hit_tokens(self) -> int:
+        """Return the tokens that were loaded from the tier so far. The engine is idle."""
+        self.ask("", [], 0)
+        tokens: int = self.pipe.recv()
+        return tokens
+
     def kill(self) -> None:
         """Kill the process at once."""
         self._process.kill()
@@ -86,11 +95,17 @@ class EngineProcess:
 def _serve(pipe: Connection, model: str, config: EngineConfig, gpu: int) -> None:
     """Answer requests until the process is killed. A message has a time, and names with their next tokens."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    core = Engine(model, config).core
+    engine = Engine(model, config, paced=True)
+    core, copier = engine.core, engine.runner.tier
+    while isinstance(copier, GpuCopier) and copier.pinned.is_pinning:
+        time.sleep(0.01)
     pipe.send((time.monotonic(), []))
     while True:
         while pipe.poll(0 if core.has_work else None):
             ask = pipe.recv()
+            if not ask.name:
+                pipe.send(int(core.stats()["tier_hit_tokens"]))
+                continue
             params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
             core.add(Request(ask.name, ask.prompt, len(ask.prompt), params, cache_salt=ask.salt), owner=ask.name)
         output = core.step()
@@ -124,7 +139,7 @@ def takeover(engines: list[EngineProcess], texts: Iterator[list[int]], count: in
         receive([first], streams, None)
     first.kill()
     known = {name: len(stream.tokens) for name, stream in streams.items()}
-    tier = _continue(second, streams, "")
+    tier, hits = _continue(second, streams, ""), second.hit_tokens()
     answers = {name: stream.tokens[known[name] :] for name, stream in streams.items()}
     for name, stream in streams.items():
         del stream.tokens[known[name] :]
@@ -133,7 +148,7 @@ def takeover(engines: list[EngineProcess], texts: Iterator[list[int]], count: in
         a != b for name, s in streams.items() for a, b in zip(answers[name], s.tokens[known[name] :], strict=False)
     )
     figures = {"first_ms": tier[0], "all_ms": tier[-1], "computed_first_ms": computed[0], "computed_ms": computed[-1]}
-    return figures | {"compared": sum(map(len, answers.values())), "different": different}
+    return figures | {"hit_tokens": hits, "compared": sum(map(len, answers.values())), "different": different}
 
 
 def _continue(engine: EngineProcess, streams: dict[str, Stream], salt: str) -> list[float]:

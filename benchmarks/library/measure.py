@@ -27,6 +27,7 @@ from runtime.assembly.runner import build_runner
 from runtime.base.config import EngineConfig
 from runtime.base.types import Request, SamplingParams
 from runtime.core.executor import Executor, InProcess
+from runtime.policy.step_pacing import StepPacing
 from runtime.worker.sources import DummySource
 
 
@@ -77,9 +78,11 @@ class Run:
 
 class Engine:
     """An engine core and a runner with random weights, or ranks in their own processes. Runs batches with fresh random
-    prompts, with EOS off, and greedy unless `sampling` is set."""
+    prompts, with EOS off, and greedy unless `sampling` is set. A `paced` one bounds prompts as a server does."""
 
-    def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None, paced: bool = False
+    ) -> None:
         self.config = config
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
@@ -91,7 +94,9 @@ class Engine:
         else:
             self._ranks = RankGroupProcesses(model, config)
             self.info, executor = self._ranks.info, self._ranks.executor
-        self.core = build_engine(config, self.info, executor, speculation_of(config, self.info, time.perf_counter))
+        speculation = speculation_of(config, self.info, time.perf_counter)
+        pacing = StepPacing(config.max_itl_ms, time.perf_counter) if paced else None
+        self.core = build_engine(config, self.info, executor, speculation, pacing)
         self.rng = np.random.default_rng(0)
         self.adapters = [""]  # that requests have in turn, by their digests
         self._num_requests = 0

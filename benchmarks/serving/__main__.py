@@ -190,7 +190,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if args.engine:
             config = engine_config(args.set)
-            engine = Engine(args.engine, config)
+            engine = Engine(args.engine, config, paced=True)
             run = lambda sessions, sampling: play_on_engine(sessions, engine, sampling)  # noqa: E731
         else:
             config = None

@@ -1,12 +1,14 @@
 """Paces steps: the prompt tokens that share a step with decoding rows, and how late the next step may be planned.
 
-A step's expected time is that of a step which decodes the same rows, plus a time for each prompt token. Both
-are medians over recent steps, so that they follow the model and the device. A token's time depends on its context."""
+A step's expected time has three parts: a step which decodes the same rows, a fixed time for prompts, and a time for
+each prompt token. All are medians over recent steps, so that they follow the model and the device. A token's time
+depends on its context. The fixed time is large for a mixture: a few prompt tokens read the weights of all experts."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from typing import Any, Generic, TypeVar
 
 from runtime.core.extra import Culprit, Extra
 from runtime.core.plan import StepResult
@@ -15,8 +17,11 @@ from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 
 # Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
-# share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts.
-_AUTO_STEPS, _AUTO_SHARE, _AUTO_US = 4.0, 0.35, 0.3e6
+# share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts. It may
+# always take _CALM_US: streams are still faster than reading then.
+_AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.046e6
+# Tokens that add this share to the fixed time are computed even where a target allows none.
+_FREE_SHARE = 0.25
 # Longest step without decoding rows. A request that arrives meanwhile waits for its end.
 _ALONE_US = 1.5e6
 # A step's least prompt tokens: the larger count if it takes less time than a decode step. The smaller one is also
@@ -33,17 +38,17 @@ _EARLY_US, _EARLY_SHARE = 500.0, 0.1  # the next step is planned this long befor
 class _Recent:
     """Recent samples of a varying quantity. Whatever its size, one sample moves the median to a neighbour at most."""
 
-    _ENOUGH, _COUNT = 3, 5  # samples: needed, and kept
+    ENOUGH, COUNT = 3, 5  # samples: needed, and kept
 
     def __init__(self, other: _Recent | None) -> None:
         """Begin with the samples of another quantity like this one; None for no samples."""
-        self._samples: deque[float] = deque(other._samples if other is not None else (), maxlen=self._COUNT)
-        self.median = self.least = 0.0
+        self._samples: deque[float] = deque(other._samples if other is not None else (), maxlen=self.COUNT)
+        self.median = self.least = 0.0  # until a sample is observed
 
     @property
     def is_known(self) -> bool:
         """True once no single sample decides."""
-        return len(self._samples) >= self._ENOUGH
+        return len(self._samples) >= self.ENOUGH
 
     def observe(self, value: float) -> None:
         self._samples.append(value)
@@ -51,18 +56,63 @@ class _Recent:
         self.median, self.least = rising[len(rising) // 2], rising[0]
 
 
-class _BySize:
+class _Prompts:
+    """Recent steps' prompt tokens, and the times that these have added. All have about the same context."""
+
+    def __init__(self, other: _Prompts | None) -> None:
+        """Begin with the samples of another context; None for no samples."""
+        self._samples: deque[tuple[int, float]] = deque(other._samples if other else (), maxlen=_Recent.COUNT)
+
+    @property
+    def is_known(self) -> bool:
+        """True once no single sample decides."""
+        return len(self._samples) >= _Recent.ENOUGH
+
+    def observe(self, value: tuple[int, float]) -> None:
+        self._samples.append(value)
+
+    def token_us(self, fixed_us: float) -> tuple[float, float]:
+        """Return a token's time if a step has this fixed time: the median, and the least."""
+        rising = sorted(max(us - fixed_us, 0.1 * us, 1.0) / count for count, us in self._samples)
+        return rising[len(rising) // 2], rising[0]
+
+    def count_in(self, us: float, fixed_us: float) -> int:
+        """Return the tokens that take this time, the median of what each sample shows.
+
+        A sample shows no more than twice its own tokens unless each of them takes as long as before."""
+        rest_us, counts = max(us - fixed_us, _FREE_SHARE * fixed_us), list[float]()
+        for count, own_us in self._samples:
+            by_parts = rest_us * count / max(own_us - fixed_us, 0.1 * own_us, 1.0)
+            counts.append(min(by_parts, max(2 * count, us * count / own_us)))
+        return int(sorted(counts)[(len(counts) - 1) // 2])
+
+    def fixed_us(self, count: int, us: float) -> float | None:
+        """Return the fixed time that follows from a new sample and those of other sizes; None if these are too few."""
+        found = []
+        for other, other_us in self._samples:
+            if max(count, other) >= 2 * min(count, other):
+                intercept = (other_us * count - us * other) / (count - other)
+                found.append(min(max(0.0, intercept), us, other_us))
+        return sorted(found)[len(found) // 2] if len(found) >= _Recent.ENOUGH else None
+
+
+T = TypeVar("T", _Recent, _Prompts)
+
+
+class _BySize(Generic[T]):
     """A quantity that depends on a size: samples by the size's bit length."""
 
-    def __init__(self) -> None:
-        self._recent: dict[int, _Recent] = {}
+    def __init__(self, kind: Callable[[T | None], T]) -> None:
+        """`kind` makes samples that begin with others."""
+        self._kind: Callable[[T | None], T] = kind
+        self._recent: dict[int, T] = {}
 
-    def observe(self, size: int, value: float) -> None:
+    def observe(self, size: int, value: Any) -> None:
         if (bits := size.bit_length()) not in self._recent:
-            self._recent[bits] = _Recent(self.near(size))
+            self._recent[bits] = self._kind(self.near(size))
         self._recent[bits].observe(value)
 
-    def near(self, size: int) -> _Recent | None:
+    def near(self, size: int) -> T | None:
         """Return the samples of this size, or of the nearest one with enough; None if there are none."""
         bits = size.bit_length()
         if (own := self._recent.get(bits)) is not None and own.is_known:
@@ -80,8 +130,9 @@ class StepPacing(Extra):
         returns seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
-        self._decode_us = _BySize()  # a step's time, by its rows
-        self._token_us = _BySize()  # a prompt token's time, by the _CONTEXT tokens before it
+        self._decode_us = _BySize(_Recent)  # a step's time, by its rows
+        self._prompts = _BySize(_Prompts)  # by the _CONTEXT tokens before them
+        self._fixed_us = _Recent(None)  # a step's time for any prompt tokens
         self._context = 0  # context of the last such token
         self._planned_at: dict[int, float] = {}  # plan times of steps in flight, by their ids
         self._result_at = 0.0
@@ -114,10 +165,14 @@ class StepPacing(Extra):
         return self.delay_s(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
 
     @property
+    def _usual_fixed_us(self) -> float:
+        return self._fixed_us.median if self._fixed_us.is_known else 0.0
+
+    @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second; 0 before the first estimate."""
-        token = self._token_us.near(self._context)
-        return 0.0 if token is None else 1e6 / token.median
+        prompts = self._prompts.near(self._context)
+        return 0.0 if prompts is None else 1e6 / prompts.token_us(self._usual_fixed_us)[0]
 
     def prompt_tokens_beside(
         self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0
@@ -127,19 +182,19 @@ class StepPacing(Extra):
         `num_queued` counts the tokens of `num_prompts` prompts that are not computed yet, and `context` the tokens
         before the next one. Without a target, a step takes a share of the queue if the decoding rows can wait so long.
         A burst of prompts then does not wait for the few that arrived first. Many rows wait less for few prompts."""
-        if (token := self._token_us.near(context // _CONTEXT)) is None:
+        if (prompts := self._prompts.near(context // _CONTEXT)) is None:
             return _FIRST_TOKENS if num_decoding else None
-        decode = self._decode_us.near(num_decoding)
-        decode_us, token_us = 0.0 if decode is None else decode.median, token.median
+        decode, fixed_us = self._decode_us.near(num_decoding), self._usual_fixed_us
+        decode_us, token_us = 0.0 if decode is None else decode.median, prompts.token_us(fixed_us)[0]
         if not num_decoding:
             most_us = _ALONE_US
         elif self._max_us is not None:
             most_us = self._max_us - decode_us
         else:
-            share_us = max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
-            longest_us = _AUTO_US * min(1.0, num_prompts / num_decoding)
+            share_us = fixed_us + max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
+            longest_us = max(_CALM_US, _AUTO_US * min(1.0, num_prompts / num_decoding))
             most_us = max(_AUTO_STEPS * decode_us, min(share_us, longest_us))
-        total = num_decoding + int(most_us / token_us)
+        total = num_decoding + prompts.count_in(most_us, fixed_us)
         multiple = next(multiple for multiple, end in _MULTIPLES if total < end)
         total = (total + (multiple // 2 if multiple == _MULTIPLES[0][0] else 0)) // multiple * multiple
         least = _LEAST_TOKENS if _LEAST_TOKENS * token_us <= decode_us else _FIRST_TOKENS
@@ -149,10 +204,13 @@ class StepPacing(Extra):
         """Return the seconds for which the step after the only one in flight need not be planned; 0 or less for now.
 
         A late plan leaves the device idle, so the least of recent times counts."""
-        decode, token = self._decode_us.near(num_decoding), self._token_us.near(context // _CONTEXT)
-        if decode is None or (num_prompt_tokens and token is None):
+        decode, prompts = self._decode_us.near(num_decoding), self._prompts.near(context // _CONTEXT)
+        if decode is None or (num_prompt_tokens and prompts is None):
             return 0.0
-        expected_us = decode.least + (num_prompt_tokens * token.least if token else 0.0)
+        expected_us = decode.least
+        if num_prompt_tokens and prompts is not None:
+            fixed_us = self._usual_fixed_us
+            expected_us += min(self._fixed_us.least, fixed_us) + num_prompt_tokens * prompts.token_us(fixed_us)[1]
         began_at = max(planned_at, self._result_at)
         return began_at + (expected_us * (1.0 - _EARLY_SHARE) - _EARLY_US) / 1e6 - self._clock()
 
@@ -166,7 +224,10 @@ class StepPacing(Extra):
         decode = self._decode_us.near(num_decoding)
         decode_us = 0.0 if decode is None else decode.median
         # The time for fewer tokens shows where it dominates the step, and is better than none.
-        is_long = num_prompt_tokens >= _LEAST_TOKENS or took_us > 2 * decode_us or self._token_us.near(0) is None
+        is_long = num_prompt_tokens >= _LEAST_TOKENS or took_us > 2 * decode_us or self._prompts.near(0) is None
         if is_long and num_prompt_tokens >= _FIRST_TOKENS:
             self._context = context // _CONTEXT
-            self._token_us.observe(self._context, max(took_us - decode_us, 0.1 * took_us, 1.0) / num_prompt_tokens)
+            added_us, others = max(took_us - decode_us, 0.1 * took_us, 1.0), self._prompts.near(self._context)
+            if others is not None and (fixed_us := others.fixed_us(num_prompt_tokens, added_us)) is not None:
+                self._fixed_us.observe(fixed_us)
+            self._prompts.observe(self._context, (num_prompt_tokens, added_us))

@@ -204,6 +204,7 @@ class GpuCopier(TierCopier):
             lane, size = next(self._store_lanes), part.size
             job, slots = lane.job(part), lane.staging[: len(part.numbers)]
             places, unpinned = self._places(lane, part.slots)
+            self.pinned.note_copy(is_load=False, is_bounced=len(unpinned) > 0)
             if len(unpinned) and lane.work is not None:
                 lane.work.exception()  # the thread may still read the bounce
             with lane.on():
@@ -239,7 +240,9 @@ class GpuCopier(TierCopier):
         for part in batch.cut(self._most):
             lane = next(self._load_lanes)
             job = lane.job(part)
-            if part.slots.max() < self.pinned.num_slots and not lane.is_working:
+            is_pinned = bool(part.slots.max() < self.pinned.num_slots)
+            self.pinned.note_copy(is_load=True, is_bounced=not is_pinned)
+            if is_pinned and not lane.is_working:
                 self._copy_in(lane, job, earlier_plans)
             else:
                 lane.submit(job, self._copy_in, earlier_plans)

@@ -7,6 +7,9 @@ is ready: to populate gigabytes takes seconds, which would delay the start.
 Two threads populate memory without the driver's lock, and a third one pins it. How fast the driver pins depends on
 the pages' size. So a piece is as large as it pins in `_HELD_S`. Calls are large, too: while another thread computes in
 Python, each of them waits 5 ms for Python's lock.
+
+Loads from pinned slots are half as fast while others are pinned, so pinning pauses. Copies that pass through a bounce
+end the pause: only pinning makes them faster.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ _LEAST_BYTES, _MOST_COUNT = 4 << 20, 256  # a piece is a multiple of the first, 
 _HELD_S = 5e-4  # a piece's time, which steps wait for the driver's lock
 _START_HELD_S = 1e-2  # the same before there are steps
 _BREAK_S = 5e-4  # time for others between two pieces, since that lock is not fair
+_QUIET_S, _LOOK_S = 0.5, 0.02  # a pause after a load from pinned slots; between two looks for its end
 _SLOW_S = 4.0  # a part that took longer to populate: memory is in fragments, so huge pages are not worth their wait
 _NUM_THREADS = 2
 _PORTABLE, _DEVICEMAP = 1, 2  # flags for all contexts, and for the device's addresses
@@ -49,6 +53,7 @@ class Pinned:
         self.num_slots = len(payload) if device.type != "cuda" else 0  # the pinned ones; all of them without a GPU
         self.is_mapped = True  # the device can use the pinned slots' host addresses
         self._num_backed, self._is_ready = num_backed, threading.Event()
+        self._quiet_until = 0.0  # time.monotonic() until which nothing is pinned
         # It keeps the memory until the driver has unpinned it. When the process ends, the driver does so itself.
         self._unpin = weakref.finalize(self, _unpin, self._pieces, device, payload)
         self._unpin.atexit = False
@@ -59,6 +64,20 @@ class Pinned:
     def finish(self) -> None:
         """Pin the other slots, too: the runner is ready."""
         self._is_ready.set()
+
+    def note_copy(self, is_load: bool, is_bounced: bool) -> None:
+        """A copy begins. A load pauses the pinning; slots that pass through a bounce end the pause."""
+        if is_bounced:
+            self._quiet_until = 0.0
+        elif is_load:
+            self._quiet_until = time.monotonic() + _QUIET_S
+
+    def _wait_for_quiet(self) -> bool:
+        """Wait for the end of a pause, and leave time for others. Return True if all is to stop."""
+        stops = self._stop.wait(_BREAK_S)
+        while not stops and time.monotonic() < self._quiet_until:
+            stops = self._stop.wait(_LOOK_S)
+        return stops
 
     @property
     def is_whole(self) -> bool:
@@ -74,6 +93,7 @@ class Pinned:
         for first, part in parts:
             if first >= self._num_backed:
                 self._is_ready.wait()
+                self._wait_for_quiet()
             self._populate(part)
             done.release()
 
@@ -103,7 +123,7 @@ class Pinned:
                 while num_populated < end:
                     next(turns).acquire()
                     num_populated += length
-                if self._stop.wait(_BREAK_S):
+                if self._wait_for_quiet():
                     return
                 begin = time.thread_time()  # CPU time; waits for locks do not count
                 self._pin_piece(self._payload[self.num_slots : end])

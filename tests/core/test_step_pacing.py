@@ -283,6 +283,25 @@ def test_chats_go_on_beside_a_long_prompt():
     assert served.first_token_ms[-1] < 1.3 * alone.first_token_ms[0]
 
 
+class Mixture(Cpu):
+    """Any prompt tokens read the weights of all experts, which decoding rows do not, and all of their context."""
+
+    def __call__(self, plan):
+        prompts = plan.num_tokens > 1
+        fixed_us = 12e3 + 0.4 * float(plan.ends[prompts].max()) if prompts.any() else 0.0
+        return super().__call__(plan) + fixed_us
+
+
+def test_a_fixed_time_does_not_shrink_steps():
+    """The fewer tokens a step has, the longer each one seems to take."""
+    moe = Mixture(8.8e3, 15.6, 2e-4)
+    prompt, chats = (1.01, 39000, 2), [(0.15 * i, 1024, 150) for i in range(40)]
+    alone, served = (Served(requests, device=moe) for requests in ([prompt], [*chats, prompt]))
+    long = next(name for name, at in served.arrived.items() if at == 1.01)
+    assert np.percentile(served.gaps_ms, 99) < 65
+    assert served.times[long][0] - 1.01 < 2.3 * alone.first_token_ms[0] / 1e3
+
+
 def test_the_first_prompt_is_computed_in_small_steps():
     served = Served([(0.0, 40, 100), (0.5, 4000, 2)], device=QWEN, budget=512)
     assert gaps_us(served).max() < 1.25 * (BOUND_US + QWEN.decode_us)

@@ -99,9 +99,23 @@ def test_backed_slots_are_pinned_before_the_runner_is_ready(num_backed, num_firs
     pinned.close()
 
 
+def test_pinning_pauses_while_pinned_slots_are_loaded(driver: FakeDriver, payload: torch.Tensor, monkeypatch):
+    monkeypatch.setattr(pinning, "_QUIET_S", FOREVER)
+    pinned = Pinned(payload, torch.device("cuda"), 4)
+    wait_until(lambda: pinned.num_slots == 4)
+    pinned.note_copy(is_load=True, is_bounced=False)
+    pinned.finish()
+    time.sleep(0.05)
+    assert pinned.num_slots == 4
+    pinned.note_copy(is_load=False, is_bounced=True)
+    wait_until(lambda: pinned.is_whole)
+    pinned.close()
+
+
 @pytest.mark.parametrize("num_backed", [0, 4, 10])
 def test_close_ends_pinning_at_any_time(num_backed: int, driver: FakeDriver, payload: torch.Tensor):
     pinned = Pinned(payload, torch.device("cuda"), num_backed)
+    pinned.note_copy(is_load=True, is_bounced=False)
     pinned.close()
     assert not pinned.is_pinning
     assert len(driver.unpinned) == len(driver.sizes)
