@@ -134,7 +134,7 @@ def takeover(engines: list[EngineProcess], texts: Iterator[list[int]], count: in
     first, second = engines
     streams = {str(i): Stream(next(texts), 2 * before) for i in range(count)}
     for name, stream in streams.items():
-        first.ask(name, stream.prompt, 64 * before)
+        first.ask(name, stream.prompt, before + 4096)  # it still decodes at the kill
     while min(len(stream.tokens) for stream in streams.values()) < before:
         receive([first], streams, None)
     first.kill()

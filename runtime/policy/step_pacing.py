@@ -62,6 +62,7 @@ class _Prompts:
     def __init__(self, other: _Prompts | None) -> None:
         """Begin with the samples of another context; None for no samples."""
         self._samples: deque[tuple[int, float]] = deque(other._samples if other else (), maxlen=_Recent.COUNT)
+        self._num_own = 0  # the last ones, which have this context
 
     @property
     def is_known(self) -> bool:
@@ -70,6 +71,7 @@ class _Prompts:
 
     def observe(self, value: tuple[int, float]) -> None:
         self._samples.append(value)
+        self._num_own = min(self._num_own + 1, _Recent.COUNT)
 
     def token_us(self, fixed_us: float) -> tuple[float, float]:
         """Return a token's time if a step has this fixed time: the median, and the least."""
@@ -89,7 +91,7 @@ class _Prompts:
     def fixed_us(self, count: int, us: float) -> float | None:
         """Return the fixed time that follows from a new sample and those of other sizes; None if these are too few."""
         found = []
-        for other, other_us in self._samples:
+        for other, other_us in list(self._samples)[len(self._samples) - self._num_own :]:
             if max(count, other) >= 2 * min(count, other):
                 intercept = (other_us * count - us * other) / (count - other)
                 found.append(min(max(0.0, intercept), us, other_us))
@@ -132,7 +134,7 @@ class StepPacing(Extra):
         self._clock = clock
         self._decode_us = _BySize(_Recent)  # a step's time, by its rows
         self._prompts = _BySize(_Prompts)  # by the _CONTEXT tokens before them
-        self._fixed_us = _Recent(None)  # a step's time for any prompt tokens
+        self._fixed_us = _BySize(_Recent)  # a step's time for any prompt tokens, by the same
         self._context = 0  # context of the last such token
         self._planned_at: dict[int, float] = {}  # plan times of steps in flight, by their ids
         self._result_at = 0.0
@@ -165,14 +167,10 @@ class StepPacing(Extra):
         return self.delay_s(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
 
     @property
-    def _usual_fixed_us(self) -> float:
-        return self._fixed_us.median if self._fixed_us.is_known else 0.0
-
-    @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second; 0 before the first estimate."""
-        prompts = self._prompts.near(self._context)
-        return 0.0 if prompts is None else 1e6 / prompts.token_us(self._usual_fixed_us)[0]
+        prompts, fixed = self._prompts.near(self._context), self._fixed_us.near(self._context)
+        return 0.0 if prompts is None else 1e6 / prompts.token_us(0.0 if fixed is None else fixed.median)[0]
 
     def prompt_tokens_beside(
         self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0
@@ -184,7 +182,8 @@ class StepPacing(Extra):
         A burst of prompts then does not wait for the few that arrived first. Many rows wait less for few prompts."""
         if (prompts := self._prompts.near(context // _CONTEXT)) is None:
             return _FIRST_TOKENS if num_decoding else None
-        decode, fixed_us = self._decode_us.near(num_decoding), self._usual_fixed_us
+        decode, fixed = self._decode_us.near(num_decoding), self._fixed_us.near(context // _CONTEXT)
+        fixed_us = 0.0 if fixed is None else fixed.median
         decode_us, token_us = 0.0 if decode is None else decode.median, prompts.token_us(fixed_us)[0]
         if not num_decoding:
             most_us = _ALONE_US
@@ -209,8 +208,9 @@ class StepPacing(Extra):
             return 0.0
         expected_us = decode.least
         if num_prompt_tokens and prompts is not None:
-            fixed_us = self._usual_fixed_us
-            expected_us += min(self._fixed_us.least, fixed_us) + num_prompt_tokens * prompts.token_us(fixed_us)[1]
+            fixed = self._fixed_us.near(context // _CONTEXT)
+            least_us, usual_us = (0.0, 0.0) if fixed is None else (fixed.least, fixed.median)
+            expected_us += least_us + num_prompt_tokens * prompts.token_us(usual_us)[1]
         began_at = max(planned_at, self._result_at)
         return began_at + (expected_us * (1.0 - _EARLY_SHARE) - _EARLY_US) / 1e6 - self._clock()
 
@@ -229,5 +229,5 @@ class StepPacing(Extra):
             self._context = context // _CONTEXT
             added_us, others = max(took_us - decode_us, 0.1 * took_us, 1.0), self._prompts.near(self._context)
             if others is not None and (fixed_us := others.fixed_us(num_prompt_tokens, added_us)) is not None:
-                self._fixed_us.observe(fixed_us)
+                self._fixed_us.observe(self._context, fixed_us)
             self._prompts.observe(self._context, (num_prompt_tokens, added_us))

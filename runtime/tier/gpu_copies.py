@@ -39,7 +39,9 @@ from runtime.worker.cuda_driver import call
 
 _LANES = 2  # lanes for stores, and as many for loads
 _MOST_COPIERS = 8  # threads that copy through bounces
-_KERNEL_BYTES = 512 << 10  # smaller slots are copied by one kernel, larger ones one by one by the copy engine
+# Smaller slots are copied by one kernel, larger ones one by one by the copy engine. Rows decode during most stores, and
+# a kernel would take multiprocessors from them.
+_LOAD_KERNEL_BYTES, _STORE_KERNEL_BYTES = 512 << 10, 64 << 10
 _JOBS = 32  # jobs that a lane makes at a time
 _interpreter = threading.Lock()  # Triton's interpreter runs one kernel at a time
 
@@ -158,8 +160,8 @@ class GpuCopier(TierCopier):
             for own in runs:
                 gather_runs_triton(own, start, slots, first)
                 first += own.size
-            if 8 * first < _KERNEL_BYTES:
-                for to_host in (True, False):
+            for to_host in (True, False):
+                if self._uses_kernel(first, to_host):
                     copy_slots_triton(slots, address, first, to_host)
             slot_sums_triton(slots, first)
             first = 0
@@ -182,10 +184,15 @@ class GpuCopier(TierCopier):
             places[is_bounced] = lane.bounce.data_ptr() + np.arange(len(unpinned)) * self.info.slot_bytes
         return places, unpinned
 
+    @staticmethod
+    def _uses_kernel(size: int, to_host: bool) -> bool:
+        """Return True if one kernel copies slots with `size` words, and not the copy engine."""
+        return 8 * size < (_STORE_KERNEL_BYTES if to_host else _LOAD_KERNEL_BYTES)
+
     def _copy(self, lane: _Lane, places: NDArray[np.int64], on_device: torch.Tensor, size: int, to_host: bool) -> None:
         """Copy between staging and host memory, on the lane's stream. `on_device` has the places, too."""
         slots = lane.staging[: len(places)]
-        if 8 * size < _KERNEL_BYTES and self.pinned.is_mapped:
+        if self._uses_kernel(size, to_host) and self.pinned.is_mapped:
             copy_slots_triton(slots, on_device, size, to_host)
         elif lane.stream is None:
             copy_slots_torch(slots, on_device, size, to_host)

@@ -188,7 +188,8 @@ def test_two_ranks_load_only_what_both_have(backend: str, tmp_path: Path):
 @pytest.mark.parametrize("is_small", [True, False])
 def test_threads_copy_what_is_not_pinned(is_small: bool, backend: str, tmp_path: Path, monkeypatch):
     """Some slots pass through a lane's bounce, in both directions, in one kernel or slot by slot."""
-    monkeypatch.setattr("runtime.tier.gpu_copies._KERNEL_BYTES", 512 << 10 if is_small else 0)
+    for name in ("_LOAD_KERNEL_BYTES", "_STORE_KERNEL_BYTES"):
+        monkeypatch.setattr(f"runtime.tier.gpu_copies.{name}", 512 << 10 if is_small else 0)
     monkeypatch.setattr("runtime.tier.pinning.Pinned.is_whole", False)
     monkeypatch.setattr("runtime.tier.pinning.Pinned._pin", lambda self: None)
     made = CopiedCache(tmp_path, SPECS["two lengths"], backend, staging=12)

@@ -42,6 +42,7 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 _LEAST_SEGMENT = 256  # positions: a walk then outweighs storing and merging its result
 _PROGRAMS_PER_SM = 2  # programs that run at a time
 _MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time
+_MERGED_DIMS = 64  # the same for wide heads, dimensions of one segment
 
 
 class PrefillForm(NamedTuple):
@@ -63,6 +64,7 @@ class PrefillForm(NamedTuple):
     block_n: int
     block_d: int
     merge: int  # segments loaded at a time
+    merged_dims: int  # dimensions of wide heads that are merged at a time; 0 for all
     pdl: bool
 
 
@@ -171,6 +173,12 @@ def _prefill_attention_kernel(
             place -= segment  # the tile's first segment's place
             if not arrives_last(counters_ptr + place, segments):
                 return
+            if FORM.merged_dims:
+                _store_merged(
+                    acc_ptr, sums_ptr, place, segments, count, sinks_ptr, scales_ptr, out_ptr, kv_head, q_tokens, heads,
+                    whole, FORM,
+                )  # fmt: skip
+                return
             m, total, acc = merge_segments(
                 acc_ptr, sums_ptr, place, segments, count * FORM.group, FORM.block_m, FORM.head_dim, FORM.block_d,
                 FORM.merge, -1e30,
@@ -181,6 +189,44 @@ def _prefill_attention_kernel(
     total = finish_total(total, scales_ptr, kv_head, FORM.num_kv_heads, tl.constexpr(FORM.scales))
     out_at = out_ptr + (q_tokens * (FORM.num_kv_heads * FORM.group) + heads)[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@jit
+def _store_merged(
+    acc_ptr, sums_ptr, place, segments, count, sinks_ptr, scales_ptr, out_ptr, kv_head, q_tokens, heads, whole,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile's segments and store its output, some dimensions at a time: wide heads exceed the registers."""
+    lanes, num_used = tl.arange(0, FORM.block_m), count * FORM.group
+    used = lanes < num_used
+    highest = tl.full([FORM.block_m], -1e30, tl.float32)
+    sums_at = sums_ptr + place * (2 * FORM.block_m) + lanes
+    for i in range(segments):
+        other = tl.load(sums_at + i * (2 * FORM.block_m), mask=used, other=-1e30, cache_modifier=".cg")
+        highest = tl.maximum(highest, other)
+    total = tl.zeros([FORM.block_m], tl.float32)
+    for i in range(segments):
+        at = sums_at + i * (2 * FORM.block_m)
+        other = tl.load(at, mask=used, other=-1e30, cache_modifier=".cg")
+        sums = tl.load(at + FORM.block_m, mask=used, other=0.0, cache_modifier=".cg")
+        total = tl.fma(sums, tl.exp2(other - highest), total)
+    total = add_sinks(
+        highest, total, load_sinks(sinks_ptr, kv_head, count, FORM.group, FORM.block_m), tl.constexpr(FORM.scales)
+    )
+    total = finish_total(total, scales_ptr, kv_head, FORM.num_kv_heads, tl.constexpr(FORM.scales))
+    out_at = out_ptr + (q_tokens * (FORM.num_kv_heads * FORM.group) + heads)[:, None] * FORM.head_dim
+    acc_at = acc_ptr + place * (FORM.block_m * FORM.head_dim) + lanes[:, None] * FORM.head_dim
+    for first in range(0, FORM.block_d, FORM.merged_dims):
+        dims = first + tl.arange(0, FORM.merged_dims)[None, :]
+        there = used[:, None] & (dims < FORM.head_dim)
+        acc = tl.zeros([FORM.block_m, FORM.merged_dims], tl.float32)
+        for i in range(segments):
+            other = tl.load(sums_at + i * (2 * FORM.block_m), mask=used, other=-1e30, cache_modifier=".cg")
+            part = tl.load(
+                acc_at + i * (FORM.block_m * FORM.head_dim) + dims, mask=there, other=0.0, cache_modifier=".cg"
+            )
+            acc = tl.fma(part, tl.broadcast_to(tl.exp2(other - highest)[:, None], acc.shape), acc)
+        tl.store(out_at + dims, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
 
 @jit
@@ -258,11 +304,11 @@ def prefill_attention(
     tile_tokens = block_m // group
     places = rows.num_tokens // tile_tokens + rows.num_rows
     shared = _PROGRAMS_PER_SM * num_sms(q.device)
-    # Split only where tiles leave programs idle. Merging results for 256-wide heads exceeds the registers, and a
-    # quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
+    # Split only where tiles leave programs idle. A quantized cache was not measured. A tile's walk is not known where
+    # an image's tokens see each other.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
     last_visible = rows.last_visible if whole_images else None
-    if 2 * tiles > shared or not short or block_d > 128 or scales is not None or last_visible is not None:
+    if 2 * tiles > shared or not short or block_d > 256 or scales is not None or last_visible is not None:
         shared = 0
     pdl = use_pdl(q)
     # One grid dimension: the others hold no more than 65,535 places each.
@@ -276,7 +322,8 @@ def prefill_attention(
             block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, tile_tokens=tile_tokens,
             num_rows=rows_searched(rows.num_rows), shared=shared, least_segment=_LEAST_SEGMENT, window=window,
             first_key=first_key, soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n,
-            block_d=block_d, merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)), pdl=pdl,
+            block_d=block_d, merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
+            merged_dims=_MERGED_DIMS if block_d > 128 else 0, pdl=pdl,
         ),
         **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip

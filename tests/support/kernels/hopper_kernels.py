@@ -101,7 +101,7 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", _SINKS, torch.bfloat16, False, (64,)),
     ("llama-3.2-1b", _SINKS | {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (64,)),
     ("smollm2-135m", {}, torch.float32, False, (8,)),
-    ("gemma-2-2b", {}, torch.bfloat16, False, (64,)),
+    ("gemma-2-2b", {}, torch.bfloat16, False, (1, 64)),
     ("gemma-4-e2b", GEMMA_4, torch.bfloat16, False, (64,)),
     ("gemma-4-31b", GEMMA_4, torch.bfloat16, True, (64,)),
     ("gemma-4-31b", GEMMA_4 | {"kv_cache_dtype": "int8"}, torch.bfloat16, False, (64,)),
