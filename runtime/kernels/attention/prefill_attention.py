@@ -204,7 +204,7 @@ def _store_merged(
     for i in range(segments):
         other = tl.load(sums_at + i * (2 * FORM.block_m), mask=used, other=-1e30, cache_modifier=".cg")
         highest = tl.maximum(highest, other)
-    total = tl.zeros([FORM.block_m], tl.float32)
+    total = tl.full([FORM.block_m], 0, tl.float32)
     for i in range(segments):
         at = sums_at + i * (2 * FORM.block_m)
         other = tl.load(at, mask=used, other=-1e30, cache_modifier=".cg")
@@ -219,7 +219,7 @@ def _store_merged(
     for first in range(0, FORM.block_d, FORM.merged_dims):
         dims = first + tl.arange(0, FORM.merged_dims)[None, :]
         there = used[:, None] & (dims < FORM.head_dim)
-        acc = tl.zeros([FORM.block_m, FORM.merged_dims], tl.float32)
+        acc = tl.full([FORM.block_m, FORM.merged_dims], 0, tl.float32)
         for i in range(segments):
             other = tl.load(sums_at + i * (2 * FORM.block_m), mask=used, other=-1e30, cache_modifier=".cg")
             part = tl.load(
