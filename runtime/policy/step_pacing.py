@@ -19,7 +19,7 @@ from runtime.core.step import Step
 # Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
 # share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts. It may
 # always take _CALM_US: streams are still faster than reading then.
-_AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.046e6
+_AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.044e6
 # Tokens that add this share to the fixed time are computed even where a target allows none.
 _FREE_SHARE = 0.25
 # Longest step without decoding rows. A request that arrives meanwhile waits for its end.

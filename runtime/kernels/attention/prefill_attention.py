@@ -307,6 +307,8 @@ def prefill_attention(
     # Split only where tiles leave programs idle. A quantized cache was not measured. A tile's walk is not known where
     # an image's tokens see each other.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
+    if block_d > 128 and 2 * tiles > shared:
+        shared *= 2  # a wide head's walk is long: two programs that one multiprocessor runs in turn are worth it
     last_visible = rows.last_visible if whole_images else None
     if 2 * tiles > shared or not short or block_d > 256 or scales is not None or last_visible is not None:
         shared = 0
