@@ -75,16 +75,20 @@ class _Prompts:
 
     def token_us(self, fixed_us: float) -> tuple[float, float]:
         """Return a token's time if a step has this fixed time: the median, and the least."""
-        rising = sorted(max(us - fixed_us, 0.1 * us, 1.0) / count for count, us in self._samples)
+        rising = sorted(max(us - fixed_us, 0.01 * us, 1.0) / count for count, us in self._samples)
         return rising[len(rising) // 2], rising[0]
 
-    def count_in(self, us: float, fixed_us: float) -> int:
+    def count_in(self, us: float, fixed_us: float | None) -> int:
         """Return the tokens that take this time, the median of what each sample shows.
 
-        A sample shows no more than twice its own tokens unless each of them takes as long as before."""
-        rest_us, counts = max(us - fixed_us, _FREE_SHARE * fixed_us), list[float]()
+        A sample shows no more than twice its own tokens unless each of them takes as long as before. Few tokens are
+        doubled while the fixed time is unknown: other sizes reveal it."""
+        known_us, counts = fixed_us or 0.0, list[float]()
+        rest_us = max(us - known_us, _FREE_SHARE * known_us)
         for count, own_us in self._samples:
-            by_parts = rest_us * count / max(own_us - fixed_us, 0.1 * own_us, 1.0)
+            by_parts = rest_us * count / max(own_us - known_us, 0.01 * own_us, 1.0)
+            if fixed_us is None and count < _LEAST_TOKENS and own_us <= us <= _CALM_US:
+                by_parts = max(by_parts, 2 * count)
             counts.append(min(by_parts, max(2 * count, us * count / own_us)))
         return int(sorted(counts)[(len(counts) - 1) // 2])
 
@@ -95,7 +99,7 @@ class _Prompts:
             if max(count, other) >= 2 * min(count, other):
                 intercept = (other_us * count - us * other) / (count - other)
                 found.append(min(max(0.0, intercept), us, other_us))
-        return sorted(found)[len(found) // 2] if len(found) >= _Recent.ENOUGH else None
+        return sorted(found)[(len(found) - 1) // 2] if len(found) > 1 else None
 
 
 T = TypeVar("T", _Recent, _Prompts)
@@ -193,7 +197,7 @@ class StepPacing(Extra):
             share_us = fixed_us + max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
             longest_us = max(_CALM_US, _AUTO_US * min(1.0, num_prompts / num_decoding))
             most_us = max(_AUTO_STEPS * decode_us, min(share_us, longest_us))
-        total = num_decoding + prompts.count_in(most_us, fixed_us)
+        total = num_decoding + prompts.count_in(most_us, None if fixed is None else fixed_us)
         multiple = next(multiple for multiple, end in _MULTIPLES if total < end)
         total = (total + (multiple // 2 if multiple == _MULTIPLES[0][0] else 0)) // multiple * multiple
         least = _LEAST_TOKENS if _LEAST_TOKENS * token_us <= decode_us else _FIRST_TOKENS

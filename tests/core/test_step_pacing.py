@@ -283,23 +283,19 @@ def test_chats_go_on_beside_a_long_prompt():
     assert served.first_token_ms[-1] < 1.3 * alone.first_token_ms[0]
 
 
-class Mixture(Cpu):
-    """Any prompt tokens read the weights of all experts, which decoding rows do not, and all of their context."""
-
-    def __call__(self, plan):
-        prompts = plan.num_tokens > 1
-        fixed_us = 12e3 + 0.4 * float(plan.ends[prompts].max()) if prompts.any() else 0.0
-        return super().__call__(plan) + fixed_us
-
-
-def test_a_fixed_time_does_not_shrink_steps():
-    """The fewer tokens a step has, the longer each one seems to take."""
-    moe = Mixture(8.8e3, 15.6, 2e-4)
-    prompt, chats = (1.01, 39000, 2), [(0.15 * i, 1024, 150) for i in range(40)]
-    alone, served = (Served(requests, device=moe) for requests in ([prompt], [*chats, prompt]))
-    long = next(name for name, at in served.arrived.items() if at == 1.01)
-    assert np.percentile(served.gaps_ms, 99) < 65
-    assert served.times[long][0] - 1.01 < 2.3 * alone.first_token_ms[0] / 1e3
+@pytest.mark.parametrize(("fixed_us", "token_us"), [(30e3, 15.0), (20e3, 40.0), (38e3, 5.0)])
+def test_a_fixed_time_does_not_keep_steps_short(fixed_us, token_us):
+    """A few prompt tokens read the weights of all experts: the fewer a step has, the longer each seems to take."""
+    now, count, counts = [0.0], 0, []
+    pacing = StepPacing(None, lambda: now[0])
+    for at in range(60):
+        now[0] += (9e3 + (fixed_us + token_us * count if count else 0.0)) / 1e6
+        pacing.observe_step(16, count, 0.0, 60000)
+        count = pacing.prompt_tokens_beside(16, 1, 70000, 60000) if at >= 4 else 0
+        counts.append(count)
+    longest = max(step_pacing._CALM_US, 4 * 9e3)
+    assert fixed_us + token_us * max(counts) <= 1.2 * longest
+    assert np.median(counts[30:]) >= 0.7 * (longest - fixed_us) / token_us
 
 
 def test_the_first_prompt_is_computed_in_small_steps():
