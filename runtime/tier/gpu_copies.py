@@ -134,7 +134,9 @@ class GpuCopier(TierCopier):
 
     def __init__(self, region: Region, info: TierInfo, rank: int, device: torch.device) -> None:
         super().__init__(region, info, rank)
-        self._device = device
+        self._device, self._lanes = device, list[_Lane]()
+        self._num_copiers = min(_MOST_COPIERS, available_cores())
+        self._copiers = ThreadPoolExecutor(self._num_copiers, "tier-copies")
         self.pinned = Pinned(self.payload, device, region.num_backed)
 
     def ready(self) -> None:
@@ -145,8 +147,6 @@ class GpuCopier(TierCopier):
         make = (_Lane(self._device, self._most, self.info.slot_bytes // 8, bounces) for _ in range(2 * _LANES))
         self._lanes = list(make)
         self._store_lanes, self._load_lanes = cycle(self._lanes[:_LANES]), cycle(self._lanes[_LANES:])
-        self._num_copiers = min(_MOST_COPIERS, available_cores())
-        self._copiers = ThreadPoolExecutor(self._num_copiers, "tier-copies")
         self._build_kernels()
 
     @torch.inference_mode()

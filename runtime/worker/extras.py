@@ -154,6 +154,9 @@ class BlockCopier(Protocol):
     def reset(self) -> None:
         """Wait for the transfers in flight, and forget them."""
 
+    def close(self) -> None:
+        """Leave the tier. No plan follows."""
+
 
 Take = Callable[[Any, Any], Any]  # returns an old object with a new one's weights, or the new one
 

@@ -35,6 +35,7 @@ from runtime.worker.cpu.cores import available_cores
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import (
     NO_EXTRAS,
+    BlockCopier,
     KernelParts,
     KernelsAhead,
     ReadsWeights,
@@ -100,6 +101,7 @@ class ModelRunner:
                 "with attention in all layers, or draft=ngram."
             )
         self._states: StateCache | None = None
+        self.tier: BlockCopier | None = None
         self.updates: WeightUpdates | None = None  # None without weight_updates
         self._sleep_memory: SleepMemory | None = None
         if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
@@ -111,7 +113,12 @@ class ModelRunner:
         self._group = extras.group(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
-            self.open(self.load([self.handle]).num_kv_blocks)
+            try:
+                self.open(self.load([self.handle]).num_kv_blocks)
+            except BaseException:
+                if self.tier is not None:
+                    self.tier.close()  # its threads would keep its memory
+                raise
 
     def load(self, handles: Sequence[bytes]) -> ModelInfo:
         """Reach the other ranks by their handles, plan the memory, and read the weights. Returns what this rank can
@@ -145,7 +152,8 @@ class ModelRunner:
             if self.head is not None:
                 tensors = None if self.updates is None else self.updates.head_tensors
                 self.head.load(self.decoder, self.memory.max_model_len, tensors)
-        self.tier = None if self._plugged.tier is None else self._plugged.tier(parts)
+        if self._plugged.tier is not None:
+            self.tier = self._plugged.tier(parts)
         self._make_extras(parts)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:

@@ -11,7 +11,9 @@ import pytest
 from runtime.base.types import CallboardError, SamplingParams
 from runtime.llm import LLM
 from runtime.tier.disk.reads import DiskReads
+from runtime.tier.place import stored_regions
 from runtime.tier.region import Region
+from runtime.worker.runner import ModelRunner
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.models.tiny_hybrid import write_tiny_hybrid
 from tests.support.processes.tiers import flip_bits, num_entries, opened, regions_of
@@ -48,6 +50,17 @@ def answers(llm: LLM) -> list[tuple[list[int], int]]:
 
 def figures(llm: LLM) -> dict[str, float]:
     return {name.removeprefix("tier_"): value for name, value in llm.engine.stats().items() if "tier" in name}
+
+
+def test_a_failed_start_leaves_the_region(start, monkeypatch, tmp_path):
+    def fail(runner: ModelRunner) -> None:
+        raise CallboardError("no warm-up")
+
+    monkeypatch.setattr(ModelRunner, "_warm_up", fail)
+    with pytest.raises(CallboardError, match="no warm-up"):
+        start()
+    (region,) = stored_regions(tmp_path / "tier")
+    assert not region.is_used
 
 
 def test_a_new_engine_continues_with_the_same_tokens(start):
