@@ -1,8 +1,8 @@
 """Paces steps: the prompt tokens that share a step with decoding rows, and how late the next step may be planned.
 
-A step's expected time has three parts: a step which decodes the same rows, a fixed time for prompts, and a time for
-each prompt token. All are medians over recent steps, so that they follow the model and the device. A token's time
-depends on its context. The fixed time is large for a mixture: a few prompt tokens read the weights of all experts."""
+A step's expected time has three parts: the time to decode its rows, a fixed time for prompts, and a time for each
+prompt token. All are medians over recent steps, so that they follow the model and the device. The parts for prompts
+depend on the context. The fixed time is large for a mixture: a few prompt tokens read the weights of all experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 
-# Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
+# Without a target, the larger of two times: this many decode steps, or this share of the prompt tokens' time. The
 # share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts. It may
 # always take _CALM_US: streams are still faster than reading then.
 _AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.044e6
@@ -35,65 +35,64 @@ _CONTEXT = 2048  # context tokens below which their number matters little
 _EARLY_US, _EARLY_SHARE = 500.0, 0.1  # the next step is planned this long before a step's expected end
 
 
-class _Recent:
-    """Recent samples of a varying quantity. Whatever its size, one sample moves the median to a neighbour at most."""
+V = TypeVar("V")
+
+
+class _Samples(Generic[V]):
+    """A quantity's last samples. They may begin with a similar quantity's."""
 
     ENOUGH, COUNT = 3, 5  # samples: needed, and kept
 
-    def __init__(self, other: _Recent | None) -> None:
-        """Begin with the samples of another quantity like this one; None for no samples."""
-        self._samples: deque[float] = deque(other._samples if other is not None else (), maxlen=self.COUNT)
-        self.median = self.least = 0.0  # until a sample is observed
+    def __init__(self, other: _Samples[V] | None) -> None:
+        """Begin with the samples of a similar quantity; None for no samples."""
+        self._samples: deque[V] = deque(() if other is None else other._samples, maxlen=self.COUNT)
+        self._num_own = 0  # the last ones, which are its own
 
     @property
     def is_known(self) -> bool:
         """True once no single sample decides."""
         return len(self._samples) >= self.ENOUGH
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: V) -> None:
         self._samples.append(value)
-        rising = sorted(self._samples)
-        self.median, self.least = rising[len(rising) // 2], rising[0]
+        self._num_own = min(self._num_own + 1, self.COUNT)
 
 
-class _Prompts:
-    """Recent steps' prompt tokens, and the times that these have added. All have about the same context."""
-
-    def __init__(self, other: _Prompts | None) -> None:
-        """Begin with the samples of another context; None for no samples."""
-        self._samples: deque[tuple[int, float]] = deque(other._samples if other else (), maxlen=_Recent.COUNT)
-        self._num_own = 0  # the last ones, which have this context
+class _Times(_Samples[float]):
+    """A step's times, or parts of them. One sample moves the median to a neighbour at most, whatever its size."""
 
     @property
-    def is_known(self) -> bool:
-        """True once no single sample decides."""
-        return len(self._samples) >= _Recent.ENOUGH
+    def median(self) -> float:
+        return sorted(self._samples)[len(self._samples) // 2]
 
-    def observe(self, value: tuple[int, float]) -> None:
-        self._samples.append(value)
-        self._num_own = min(self._num_own + 1, _Recent.COUNT)
+    @property
+    def least(self) -> float:
+        return min(self._samples)
+
+
+class _Prompts(_Samples[tuple[int, float]]):
+    """Prompt tokens of steps, and the times that they have added. All have about the same context."""
 
     def token_us(self, fixed_us: float) -> tuple[float, float]:
         """Return a token's time if a step has this fixed time: the median, and the least."""
-        rising = sorted(max(us - fixed_us, 0.01 * us, 1.0) / count for count, us in self._samples)
+        rising = sorted(_token_us(us, count, fixed_us) for count, us in self._samples)
         return rising[len(rising) // 2], rising[0]
 
     def count_in(self, us: float, fixed_us: float | None) -> int:
-        """Return the tokens that take this time, the median of what each sample shows.
+        """Return the tokens that take this time, the median over the samples.
 
-        A sample shows no more than twice its own tokens unless each of them takes as long as before. Few tokens are
+        A sample allows twice its own tokens, or more if the time grows with their number. Few tokens are
         doubled while the fixed time is unknown: other sizes reveal it."""
         known_us, counts = fixed_us or 0.0, list[float]()
-        rest_us = max(us - known_us, _FREE_SHARE * known_us)
         for count, own_us in self._samples:
-            by_parts = rest_us * count / max(own_us - known_us, 0.01 * own_us, 1.0)
+            by_parts = max(us - known_us, _FREE_SHARE * known_us) / _token_us(own_us, count, known_us)
             if fixed_us is None and count < _LEAST_TOKENS and own_us <= us <= _CALM_US:
                 by_parts = max(by_parts, 2 * count)
             counts.append(min(by_parts, max(2 * count, us * count / own_us)))
         return int(sorted(counts)[(len(counts) - 1) // 2])
 
     def fixed_us(self, count: int, us: float) -> float | None:
-        """Return the fixed time that follows from a new sample and those of other sizes; None if these are too few."""
+        """Return the fixed time by a new sample and its own ones of other sizes; None if these are too few."""
         found = []
         for other, other_us in list(self._samples)[len(self._samples) - self._num_own :]:
             if max(count, other) >= 2 * min(count, other):
@@ -102,7 +101,11 @@ class _Prompts:
         return sorted(found)[(len(found) - 1) // 2] if len(found) > 1 else None
 
 
-T = TypeVar("T", _Recent, _Prompts)
+def _token_us(us: float, count: int, fixed_us: float) -> float:
+    return max(us - fixed_us, 0.01 * us, 1.0) / count
+
+
+T = TypeVar("T", _Times, _Prompts)
 
 
 class _BySize(Generic[T]):
@@ -119,7 +122,7 @@ class _BySize(Generic[T]):
         self._recent[bits].observe(value)
 
     def near(self, size: int) -> T | None:
-        """Return the samples of this size, or of the nearest one with enough; None if there are none."""
+        """Return this size's samples, or the nearest size's if they are too few; None without any."""
         bits = size.bit_length()
         if (own := self._recent.get(bits)) is not None and own.is_known:
             return own
@@ -136,9 +139,9 @@ class StepPacing(Extra):
         returns seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
-        self._decode_us = _BySize(_Recent)  # a step's time, by its rows
-        self._prompts = _BySize(_Prompts)  # by the _CONTEXT tokens before them
-        self._fixed_us = _BySize(_Recent)  # a step's time for any prompt tokens, by the same
+        self._decode_us = _BySize(_Times)  # a step's time, by its rows
+        self._prompts = _BySize(_Prompts)  # keys: the _CONTEXT tokens before them
+        self._fixed_us = _BySize(_Times)  # a step's time for any prompt tokens, by the same
         self._context = 0  # context of the last such token
         self._planned_at: dict[int, float] = {}  # plan times of steps in flight, by their ids
         self._result_at = 0.0

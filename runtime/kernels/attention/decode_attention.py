@@ -372,7 +372,7 @@ def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, sc
 
 @cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Arrival counters, zero between launches; split tiles times kv heads are no more."""
+    """Arrival counters, zero between launches. Split tiles times kv heads do not exceed them."""
     return torch.zeros(4 * num_sms(device), dtype=torch.int32, device=device)
 
 
