@@ -160,7 +160,9 @@ def serving(line: Line) -> Row:
     model, workload, through = line["model"], line["workload"], line["through"]
     rate, ttft, itl = line["output_tok_s"], line["ttft_ms"], line["itl_ms"]
     peer = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
-    cells = [model, workload, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
+    is_mixed = workload.startswith("chats-beside")
+    shown = f"{workload} (first token of long prompts: {twice(line['long_ttft_ms'])})" if is_mixed else workload
+    cells = [model, shown, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
     ratio = None if peer[0] is None else rate / peer[0]
     return Row([*cells, number(ratio)], f"{model} {workload}", ratio, 1.0)
 
