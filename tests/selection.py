@@ -190,9 +190,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if reasons:
         parts = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())
         terminalreporter.write_line(f"Skipped: {parts}.")
+    if most := config.getoption("durations"):
+        _write_longest(terminalreporter, most)
     if left := config.stash.get(_LEFT, None):
         parts = [f"{number} of {name} ({LEFT_OUT[name]})" for name, number in left.items()]
         terminalreporter.write_line(f"Left out: {', '.join(parts)}. `pytest --all` runs everything.")
+
+
+def _write_longest(terminalreporter: pytest.TerminalReporter, most: int) -> None:
+    """Write the seconds of the tests that take longest with all their cases, setup included."""
+    seconds, num_cases = Counter[str](), Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            test = report.nodeid.partition("[")[0]
+            seconds[test] += report.duration
+            num_cases[test] += report.when == "call"
+    terminalreporter.section(f"{most} of {len(seconds)} tests, {sum(seconds.values()):,.0f} s: all cases of each")
+    for test, total in seconds.most_common(most):
+        terminalreporter.write_line(f"{total:7.1f} s  {num_cases[test]:4} cases  {test}")
 
 
 if __name__ == "__main__":
