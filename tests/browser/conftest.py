@@ -3,10 +3,12 @@
 import shutil
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from tests.support.http.page_browser import ANSWER, Server
 
+TIMEOUT_MS = 120_000  # only a fault reaches it
+expect.set_options(timeout=TIMEOUT_MS)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -53,7 +55,7 @@ def visit(browser, server):
 
     def open_page(width: int = 1280, height: int = 800, **options):
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(TIMEOUT_MS)
         contexts.append(context)
         page = context.new_page()
         page.on("request", lambda request: requests.append(request.url))

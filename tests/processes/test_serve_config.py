@@ -67,7 +67,7 @@ def is_running() -> bool:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600  # only a fault reaches it
     while not await asyncio.to_thread(condition):
         assert time.monotonic() < end, f"never: {what}"
         await asyncio.sleep(0.5)
