@@ -61,13 +61,12 @@ class _Samples(Generic[V]):
 class _Times(_Samples[float]):
     """A step's times, or parts of them. One sample moves the median to a neighbour at most, whatever its size."""
 
-    @property
-    def median(self) -> float:
-        return sorted(self._samples)[len(self._samples) // 2]
+    median = least = 0.0  # until a sample is observed
 
-    @property
-    def least(self) -> float:
-        return min(self._samples)
+    def observe(self, value: float) -> None:
+        super().observe(value)
+        rising = sorted(self._samples)
+        self.median, self.least = rising[len(rising) // 2], rising[0]
 
 
 class _Prompts(_Samples[tuple[int, float]]):
@@ -176,8 +175,13 @@ class StepPacing(Extra):
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second; 0 before the first estimate."""
-        prompts, fixed = self._prompts.near(self._context), self._fixed_us.near(self._context)
-        return 0.0 if prompts is None else 1e6 / prompts.token_us(0.0 if fixed is None else fixed.median)[0]
+        prompts = self._prompts.near(self._context)
+        return 0.0 if prompts is None else 1e6 / prompts.token_us(self._usual_fixed_us(self._context) or 0.0)[0]
+
+    def _usual_fixed_us(self, key: int) -> float | None:
+        """Return the fixed time for prompts, by its key; None while it is unknown."""
+        fixed = self._fixed_us.near(key)
+        return None if fixed is None else fixed.median
 
     def prompt_tokens_beside(
         self, num_decoding: int, num_prompts: int, num_queued: int, context: int = 0
@@ -189,9 +193,9 @@ class StepPacing(Extra):
         A burst of prompts then does not wait for the few that arrived first. Many rows wait less for few prompts."""
         if (prompts := self._prompts.near(context // _CONTEXT)) is None:
             return _FIRST_TOKENS if num_decoding else None
-        decode, fixed = self._decode_us.near(num_decoding), self._fixed_us.near(context // _CONTEXT)
-        fixed_us = 0.0 if fixed is None else fixed.median
-        decode_us, token_us = 0.0 if decode is None else decode.median, prompts.token_us(fixed_us)[0]
+        decode, known_us = self._decode_us.near(num_decoding), self._usual_fixed_us(context // _CONTEXT)
+        decode_us, fixed_us = 0.0 if decode is None else decode.median, known_us or 0.0
+        token_us = prompts.token_us(fixed_us)[0]
         if not num_decoding:
             most_us = _ALONE_US
         elif self._max_us is not None:
@@ -200,7 +204,7 @@ class StepPacing(Extra):
             share_us = fixed_us + max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
             longest_us = max(_CALM_US, _AUTO_US * min(1.0, num_prompts / num_decoding))
             most_us = max(_AUTO_STEPS * decode_us, min(share_us, longest_us))
-        total = num_decoding + prompts.count_in(most_us, None if fixed is None else fixed_us)
+        total = num_decoding + prompts.count_in(most_us, known_us)
         multiple = next(multiple for multiple, end in _MULTIPLES if total < end)
         total = (total + (multiple // 2 if multiple == _MULTIPLES[0][0] else 0)) // multiple * multiple
         least = _LEAST_TOKENS if _LEAST_TOKENS * token_us <= decode_us else _FIRST_TOKENS

@@ -8,7 +8,7 @@ Two threads populate memory without the driver's lock, and a third one pins it. 
 the pages' size. So a piece is as large as it pins in `_HELD_S`. Calls are large, too: while another thread computes in
 Python, each of them waits 5 ms for Python's lock.
 
-Loads from pinned slots are half as fast while others are pinned, so pinning pauses. Copies that pass through a bounce
+Loads from pinned slots are slower while others are pinned, so pinning pauses. Copies that pass through a bounce
 end the pause: only pinning makes them faster.
 """
 
