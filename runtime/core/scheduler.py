@@ -361,8 +361,8 @@ class Scheduler:
     def planning_delay_s(self) -> float:
         """Return the seconds for which the next step need not be planned; 0 or less to plan it now.
 
-        A request that arrives meanwhile is then in that step."""
-        if len(self._in_flight) != 1 or not len(self.slots):
+        A request that arrives meanwhile is then in that step. Transfers take long to plan, so they do not wait."""
+        if len(self._in_flight) != 1 or not len(self.slots) or self.extras.needs_plan():
             return 0.0
         return self.extras.planning_delay_s(self._in_flight[0])
 

@@ -36,6 +36,7 @@ from runtime.quant.weight_format import TensorSource
 
 _MOST_MAPPED = 64 << 20  # bytes read from a safetensors file before its pages are released
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
+_KEPT_EXPERTS = 4  # gate and up share an expert's blocks, scales and biases
 _SAMPLE_BYTES = 256  # sample size at each tensor's head, middle and tail, for the fingerprint
 
 
@@ -199,6 +200,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
         self._ahead: ReadAhead | None = None
+        self._experts: dict[tuple[str, int], torch.Tensor] = {}  # on a GPU, by tensor and expert; the last few
         self._starts: dict[str, tuple[Path, int]] = {}  # each tensor's first byte in the files
         self._path, self._file, self._num_mapped = path, open_safetensors(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
@@ -238,10 +240,20 @@ class SafetensorsCheckpoint(Checkpoint):
         if device.type != "cuda":
             return mapped.to(device, dtype, copy=True)
         place = self._announced(name).place
-        if part is None and place is not None and place.transposed:  # the GPU transposes faster
-            whole = self._file.get_tensor(self._announced(name).name)[place.expert]
-            return place.rows(self._uploaded(whole, device)).to(dtype, memory_format=torch.contiguous_format, copy=True)
+        if part is None and place is not None and not mapped.is_contiguous():  # the GPU takes rows out faster
+            own = place.rows(self._expert(self._announced(name).name, place.expert, device))
+            return own.to(dtype, memory_format=torch.contiguous_format, copy=True)
         return self._uploaded(mapped, device).to(dtype)
+
+    def _expert(self, name: str, expert: int, device: torch.device) -> torch.Tensor:
+        """Return an expert's part of a tensor with all experts, on a GPU. Its weights are read one after another."""
+        if (own := self._experts.pop((name, expert), None)) is None:
+            own = self._uploaded(self._file.get_tensor(name)[expert], device)
+        if self._ahead is not None:
+            self._experts[name, expert] = own
+            if len(self._experts) > _KEPT_EXPERTS:
+                del self._experts[next(iter(self._experts))]
+        return own
 
     def _uploaded(self, mapped: torch.Tensor, device: torch.device) -> torch.Tensor:
         source = torch.empty(mapped.shape, dtype=mapped.dtype, device=device)
@@ -258,6 +270,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 yield
             finally:
                 self._ahead = None
+                self._experts.clear()
 
     def _announced(self, name: str) -> _Stored:
         if name not in self._tensors:

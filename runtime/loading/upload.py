@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 _BUFFER_BYTES = 64 << 20
+_LEAST_SHARED = 1 << 20  # bytes that one thread copies before others would have begun
 _THREADS = 4  # fill a buffer together: one core copies more slowly than the link sends
 
 
@@ -35,5 +36,8 @@ class Uploader:
             fetched.record(stream)
 
     def _fill(self, target: np.ndarray, source: np.ndarray) -> None:
+        if len(source) < _LEAST_SHARED:
+            np.copyto(target, source)
+            return
         parts = zip(np.array_split(target, _THREADS), np.array_split(source, _THREADS), strict=True)
         list(self._pool.map(lambda pair: np.copyto(*pair), parts))

@@ -297,6 +297,42 @@ def test_long_prompt_is_stored_before_it_ends():
     assert session.core.scheduler.running[0].num_computed < 3500
 
 
+def test_steps_that_decode_store_few_entries(monkeypatch):
+    monkeypatch.setattr("runtime.tier.extra._STORES_BESIDE", 2)
+    session, stores = session_of(slot_mib=1), {True: 0, False: 0}
+    schedule = session.core.scheduler.schedule
+
+    def scheduled():
+        if (step := schedule()) is not None and step.plan.stores is not None:
+            decodes = step.num_decoding > 0
+            stores[decodes] = max(stores[decodes], len(step.plan.stores.numbers))
+        return step
+
+    monkeypatch.setattr(session.core.scheduler, "schedule", scheduled)
+    session.add([7], SamplingParams(max_tokens=40, ignore_eos=True))
+    session.add(PROMPT, TURN)
+    session.finish()
+    assert stores[True] == 2
+    assert stores[False] > 2
+
+
+def test_stores_are_planned_early(monkeypatch):
+    """A step with stores takes the host long. A late plan would leave the device idle."""
+    session = session_of()
+    scheduler = session.core.scheduler
+    monkeypatch.setattr(scheduler.extras, "planning_delay_s", lambda step: 1.0)
+    session.add([7], SamplingParams(max_tokens=40, ignore_eos=True))
+    session.add(PROMPT, TURN)
+    delays = []
+    while session.core.has_work:
+        step = scheduler.schedule()
+        delays.append((scheduler.planning_delay_s(), session.tier.needs_plan(), len(scheduler.slots) > 0))
+        if step is not None:
+            session.core.executor.submit(step.plan)
+        session.core.collect()
+    assert {(delay, needs) for delay, needs, has_rows in delays if has_rows} == {(1.0, False), (0.0, True)}
+
+
 def test_lifetime_is_stored():
     session = session_of()
     session.clock = 100.0
