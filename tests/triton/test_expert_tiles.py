@@ -1,11 +1,20 @@
 """Tiles of the choices of tokens: each choice stands in one tile of its expert."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.base.model.decoder_spec import ExpertsSpec
+from runtime.kernels.experts import moe_routing
 from runtime.kernels.experts.moe_routing import RoutedExperts
+
+
+@pytest.fixture(autouse=True)
+def few_choices_in_a_row(monkeypatch: pytest.MonkeyPatch):
+    """Several programs count and place."""
+    monkeypatch.setattr(moe_routing, "_COUNTED", 128)
+    monkeypatch.setattr(moe_routing, "_MOST_PARTS", 2)
 
 
 @settings(max_examples=60, deadline=None)

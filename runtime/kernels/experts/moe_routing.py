@@ -27,6 +27,9 @@ _LEAST = constexpr(-(1 << 31))  # lower than any number's key
 _ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
 _ROUND = 1024  # choices that a program compares at once, or columns that it adds at once
 _SHORT_ROUND = 128  # the same for a one-warp program
+_COUNTED = 4 * _ROUND  # choices that a program counts; more are counted by several programs, in rows
+_MOST_PARTS = 8  # programs that place one expert's choices
+_ROWS_AT_ONCE = constexpr(8)
 
 
 class Tile(NamedTuple):
@@ -119,9 +122,16 @@ class RoutedExperts:
         experts = ids.new_empty(worst_case_tiles(num_choices, num_experts, block_m))
         choices, done = ids.new_empty(len(experts), block_m), torch.empty_like(experts)
         block, warps = (_SHORT_ROUND, 1) if max(num_choices, block_m) <= _SHORT_ROUND else (_ROUND, 4)
-        _tile_choices_kernel[(num_experts,)](
-            ids, experts, choices, done, num_choices, len(experts), BINS=next_power_of_2(num_experts + 1),
-            BLOCK_M=block_m, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        bins, num_rows, counts = next_power_of_2(num_experts + 1), -(-num_choices // _COUNTED), ids
+        if num_rows > 1:
+            counts = ids.new_empty(num_rows, bins)
+            _count_choices_kernel[(num_rows,)](
+                ids, counts, num_choices, bins, COUNTED=_COUNTED, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+            )
+        rows_of_a_part = -(-num_rows // _MOST_PARTS)
+        _tile_choices_kernel[(num_experts, -(-num_rows // rows_of_a_part))](
+            ids, counts, experts, choices, done, num_choices, len(experts), rows_of_a_part, BINS=bins, BLOCK_M=block_m,
+            COUNTED=_COUNTED if num_rows > 1 else 0, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
         return ExpertTiles(experts, choices, done)
 
@@ -276,47 +286,99 @@ def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
     return kept
 
 
-@jit(do_not_specialize=["num_choices", "num_tiles"])
+@jit(do_not_specialize=["num_choices"])
+def _count_choices_kernel(
+    ids_ptr,  # [num_choices] int32
+    counts_ptr,  # [num_rows, BINS] int32
+    num_choices,
+    BINS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program i: how often each expert is chosen among COUNTED choices, in row i."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    begin = tl.program_id(0) * COUNTED
+    counts = _counts(ids_ptr, begin, tl.minimum(begin + COUNTED, num_choices), BINS, BLOCK)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@jit
+def _counts(ids_ptr, begin, end, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """How often each expert is chosen among some choices, [BINS]."""
+    counts, lanes = tl.zeros([BINS], tl.int32), tl.arange(0, BLOCK)
+    for at in range(begin, end, BLOCK):
+        counts += tl.histogram(tl.load(ids_ptr + at + lanes, mask=at + lanes < end, other=BINS - 1), BINS)
+    return counts
+
+
+@jit(do_not_specialize=["num_choices", "num_tiles", "rows_of_a_part"])
 def _tile_choices_kernel(
     ids_ptr,  # [num_choices] int32
+    counts_ptr,  # [num_rows, BINS] int32, with COUNTED
     experts_ptr,  # this and the next two as in `ExpertTiles`
     choices_ptr,
     done_ptr,
     num_choices,
     num_tiles,
+    rows_of_a_part,
     BINS: tl.constexpr,  # a power of two, more than the experts
     BLOCK_M: tl.constexpr,
+    COUNTED: tl.constexpr,  # choices in a row of counts; 0 without rows
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e: expert e's tiles, in expert order. The last program adds tiles without choices.
+    """Program (e, i): expert e's tiles, in expert order, with choices from part i. The last expert adds tiles without
+    choices.
 
     Those come last, because a program without work delays others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for at in range(0, num_choices, BLOCK):
-        counts += tl.histogram(tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=BINS - 1), BINS)
+    first_row = tl.program_id(1) * rows_of_a_part
+    if COUNTED:
+        counts, earlier = _added_counts(counts_ptr, tl.cdiv(num_choices, COUNTED), first_row, BINS)
+    else:
+        counts = _counts(ids_ptr, 0, num_choices, BINS, BLOCK)
+        earlier = tl.zeros([BINS], tl.int32)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
     used = (count + BLOCK_M - 1) // BLOCK_M
-    size = used
-    if expert == tl.num_programs(0) - 1:
-        size = num_tiles - first
-    for at in range(0, size, BLOCK):
-        tile = at + lanes
-        tl.store(experts_ptr + first + tile, tl.where(tile < used, expert, -1), mask=tile < size)
-        tl.store(done_ptr + first + tile, 0, mask=tile < size)
     place = first * BLOCK_M
-    tl.store(choices_ptr + place + count + lanes, -1, mask=count + lanes < used * BLOCK_M)
-    for at in range(0, num_choices, BLOCK):
-        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=-1)
+    if tl.program_id(1) == 0:
+        size = used
+        if expert == tl.num_programs(0) - 1:
+            size = num_tiles - first
+        for at in range(0, size, BLOCK):
+            tile = at + lanes
+            tl.store(experts_ptr + first + tile, tl.where(tile < used, expert, -1), mask=tile < size)
+            tl.store(done_ptr + first + tile, 0, mask=tile < size)
+        tl.store(choices_ptr + place + count + lanes, -1, mask=count + lanes < used * BLOCK_M)
+    place += tl.sum(tl.where(bins == expert, earlier, 0), axis=0)
+    begin, end = first_row * COUNTED, num_choices
+    if COUNTED:
+        end = tl.minimum(begin + rows_of_a_part * COUNTED, num_choices)
+    for at in range(begin, end, BLOCK):
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < end, other=-1)
         mine = (ids == expert).to(tl.int32)
         tl.store(choices_ptr + place + tl.cumsum(mine, axis=0) - 1, at + lanes, mask=mine == 1)
         place += tl.sum(mine, axis=0)
+
+
+@jit
+def _added_counts(counts_ptr, num_rows, first_row, BINS: tl.constexpr):
+    """How often each expert is chosen in all rows, and in those before `first_row`, both [BINS]."""
+    rows, bins = tl.arange(0, _ROWS_AT_ONCE)[:, None], tl.arange(0, BINS)[None, :]
+    counts, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    for at in range(0, num_rows, _ROWS_AT_ONCE):
+        some = tl.load(counts_ptr + (at + rows) * BINS + bins, mask=at + rows < num_rows, other=0)
+        counts += tl.sum(some, axis=0)
+        earlier += tl.sum(tl.where(at + rows < first_row, some, 0), axis=0)
+    return counts, earlier
 
 
 @jit
