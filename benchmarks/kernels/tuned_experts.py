@@ -19,6 +19,7 @@ from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16_words import STEP
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
+from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.kernels.triton_language import INTERPRETED
 
@@ -74,7 +75,9 @@ class ExpertLayers:
         self._sizes = (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
         self._form, self._device = cell.form, device
         probe = None if cell.form == "bf16" else tuple(random_weight(cell.form, *s, "meta") for s in self._sizes)
-        is_fp8 = cell.form == "fp8" and moe_fp8_w8a8.has_fp8_moe(probe)
+        is_fp8 = cell.form == "fp8" and all(
+            fits_fp8_gemm("fp8", w.shape, w.group_size, w.scale_rows, torch.device(device)) for w in probe
+        )
         kind = GroupedExperts if probe is None else moe_fp8_w8a8.Fp8Experts if is_fp8 else moe_wna16.QuantizedExperts
         self._layers: list[Any] = []
         self._dense: list[tuple[torch.Tensor, ...]] = []  # the first layer's weights

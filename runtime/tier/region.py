@@ -215,7 +215,7 @@ class Region:
         return sets, ways, ready, is_there
 
     def _are_done(self, done: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return which ways [..., 2] have all ranks' done bytes. Two comparisons are quicker than `all` over an axis."""
+        """Return which ways [..., 2] have all ranks' done bytes. Two comparisons are quicker than `all`."""
         are_done: NDArray[np.bool_] = (done[..., 0] == self._all_done[0]) & (done[..., 1] == self._all_done[1])
         return are_done
 

@@ -21,6 +21,7 @@ from runtime.kernels.experts.moe_routing import (
     add_results,
     choices_of_tile,
     stacked,
+    tile_and_columns,
 )
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import split_counters
@@ -40,6 +41,7 @@ class Fp8Form(NamedTuple):
     bias: bool
     block_scales: bool
     single: bool  # tile i has choice i alone
+    columns_first: bool  # see `tile_and_columns`
     block_m: int
     block_n: int
     block_k: int
@@ -69,12 +71,12 @@ def _moe_fp8_w8a8_kernel(
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    place = tl.program_id(0)
+    place, column = tile_and_columns(FORM.columns_first)
     expert, choices, live = choices_of_tile(place, experts_ptr, choices_ptr, FORM.single, FORM.block_m)
     if expert < 0:
         return
     sources = choices // FORM.per_token if ACTIVATION is not None else choices
-    first = tl.program_id(1) * FORM.block_n
+    first = column * FORM.block_n
     cols, inner = first + tl.arange(0, FORM.block_n), tl.arange(0, FORM.block_k)
     size = (2 if ACTIVATION is not None else 1) * N
     row = expert * size + first
@@ -114,14 +116,14 @@ def _moe_fp8_w8a8_kernel(
         y = tl.where(inside, gated_by(gate, up, ACTIVATION), 0.0)
         largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
         tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
-        tl.store(out_scales_ptr + choices * (N // FORM.block_n) + tl.program_id(1), largest / 448.0, mask=live)
+        tl.store(out_scales_ptr + choices * (N // FORM.block_n) + column, largest / 448.0, mask=live)
     else:
         if FORM.bias:
             acc += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     if FORM.single and ACTIVATION is None:
         token = place // FORM.per_token
-        counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
+        counter = counters_ptr + token * tl.cdiv(N, FORM.block_n) + column
         add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, FORM.per_token)
 
 
@@ -184,13 +186,13 @@ class Fp8Experts(RoutedExperts):
         size_in, size_out, pdl, is_single = values.shape[2], out.shape[1], use_pdl(values), tiles.choices is None
         flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
-        _moe_fp8_w8a8_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
+        _moe_fp8_w8a8_kernel[tile.grid(len(tiles.experts), size_out)](
             x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales, tiles.experts,
             tiles.choices, weights, residual, split_counters(values.device), size_out,
             FORM=Fp8Form(
                 k=size_in, per_token=self.spec.choices, bias=bias is not None,
-                block_scales=scales.shape[1] < values.shape[1], single=is_single, block_m=tile.block_m,
-                block_n=tile.block_n, block_k=tile.block_k, stages=tile.num_stages, pdl=pdl,
+                block_scales=scales.shape[1] < values.shape[1], single=is_single, columns_first=tile.columns_first,
+                block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, stages=tile.num_stages, pdl=pdl,
             ),
             ACTIVATION=activation, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
+TALL = 32  # choices in a tile
 MOST_SINGLE = 32  # up to this many choices, each may have its own programs, even if some share an expert
 _LANES = 32  # lanes per warp
 _IN_WARP = constexpr(_LANES)
@@ -40,6 +41,16 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+    @property
+    def columns_first(self) -> bool:
+        """True if a choice tile's programs follow one another. Large tiles are then read from memory once."""
+        return self.block_m >= TALL
+
+    def grid(self, num_tiles: int, num_columns: int) -> tuple[int, int]:
+        """The grid for choice tiles and columns (`tile_and_columns`)."""
+        grid = num_tiles, -(-num_columns // self.block_n)
+        return grid[::-1] if self.columns_first else grid
 
 
 class ExpertTiles(NamedTuple):
@@ -379,6 +390,16 @@ def _added_counts(counts_ptr, num_rows, first_row, BINS: tl.constexpr):
         counts += tl.sum(some, axis=0)
         earlier += tl.sum(tl.where(at + rows < first_row, some, 0), axis=0)
     return counts, earlier
+
+
+@jit
+def tile_and_columns(COLUMNS_FIRST: tl.constexpr):
+    """This program's choice tile and column tile. Consecutive programs have neighbouring columns if COLUMNS_FIRST."""
+    if COLUMNS_FIRST:
+        tile, columns = tl.program_id(1), tl.program_id(0)
+    else:
+        tile, columns = tl.program_id(0), tl.program_id(1)
+    return tile, columns
 
 
 @jit

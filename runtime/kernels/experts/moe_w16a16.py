@@ -9,7 +9,14 @@ import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.moe_few_w16a16 import add_few_choices, summed_columns
-from runtime.kernels.experts.moe_routing import ExpertTiles, RoutedExperts, Tile, choices_of_tile, stacked
+from runtime.kernels.experts.moe_routing import (
+    ExpertTiles,
+    RoutedExperts,
+    Tile,
+    choices_of_tile,
+    stacked,
+    tile_and_columns,
+)
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.norm.rms_norm import rms_norm_triton
@@ -42,11 +49,11 @@ class GroupedExperts(RoutedExperts):
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
-        tile = moe_w16a16_tile(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
-        tiles = self._tiled(ids, tile.block_m)
+        up_tile, down_tile = moe_w16a16_tiles(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
+        tiles = self._tiled(ids, up_tile.block_m)
         gate_up_bias, down_bias = self.biases
-        self._product(x, self.gate_up, gate_up_bias, inner, tiles, tile, self.activation)
-        self._product(inner, self.down, down_bias, results, tiles, tile, None)
+        self._product(x, self.gate_up, gate_up_bias, inner, tiles, up_tile, self.activation)
+        self._product(inner, self.down, down_bias, results, tiles, down_tile, None)
         self._combine(results, weights, residual if out is None else out)
 
     def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -73,25 +80,33 @@ class GroupedExperts(RoutedExperts):
         activation: Activation | None,
     ) -> None:
         size_in, size_out, pdl = weight.shape[2], out.shape[1], use_pdl(x)
-        _moe_w16a16_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
+        _moe_w16a16_kernel[tile.grid(len(tiles.experts), size_out)](
             x, weight, weight if bias is None else bias, out, tiles.experts, tiles.choices, size_out,
             FORM=DenseForm(
-                k=size_in, per_token=self.spec.choices, bias=bias is not None, block_m=tile.block_m,
-                block_n=tile.block_n, block_k=tile.block_k, pdl=pdl,
+                k=size_in, per_token=self.spec.choices, bias=bias is not None, columns_first=tile.columns_first,
+                block_m=tile.block_m, block_n=tile.block_n, block_k=tile.block_k, pdl=pdl,
             ),
             ACTIVATION=activation, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 
-def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic mode has one tile, as others sum in another order.
+def moe_w16a16_tiles(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> tuple[Tile, Tile]:
+    """The tiles of both products, equally tall: taller where experts have more tokens. Deterministic mode has one
+    tile, as others sum in another order.
 
-    There are only two: the warm-up compiles both, with prompts of 32 and 1,100 tokens (runtime/worker/warmup.py)."""
+    The warm-up compiles all, with prompts of several lengths (runtime/worker/warmup.py)."""
+    mean = num_choices / num_experts
     if dtype == torch.float32:  # runs on the FMA units
-        return Tile(32, 32, 32, 4, 2)
-    if deterministic:
-        return Tile(64, 64, 64, 4, 3)
-    return Tile(16, 64, 128, 4, 3) if num_choices <= 16 * num_experts else Tile(128, 64, 64, 8, 3)
+        both = Tile(32, 32, 32, 4, 2)
+    elif deterministic:
+        both = Tile(64, 64, 64, 4, 3)
+    elif mean <= 16:
+        both = Tile(16, 64, 128, 4, 3)
+    elif mean <= 64:
+        return Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
+    else:
+        return Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3)
+    return both, both
 
 
 class DenseForm(NamedTuple):
@@ -100,6 +115,7 @@ class DenseForm(NamedTuple):
     k: int
     per_token: int
     bias: bool
+    columns_first: bool  # see `tile_and_columns`
     block_m: int
     block_n: int
     block_k: int
@@ -122,11 +138,12 @@ def _moe_w16a16_kernel(
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, choices, live = choices_of_tile(tl.program_id(0), experts_ptr, choices_ptr, False, FORM.block_m)
+    tile, column = tile_and_columns(FORM.columns_first)
+    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, False, FORM.block_m)
     if expert < 0:
         return
     sources = choices // FORM.per_token if ACTIVATION is not None else choices
-    cols = tl.program_id(1) * FORM.block_n + tl.arange(0, FORM.block_n)
+    cols = column * FORM.block_n + tl.arange(0, FORM.block_n)
     inner = tl.arange(0, FORM.block_k)
     size = (2 if ACTIVATION is not None else 1) * N
     xs = x_ptr + sources.to(tl.int64)[:, None] * FORM.k + inner[None, :]
@@ -135,7 +152,7 @@ def _moe_w16a16_kernel(
     acc = tl.full((FORM.block_m, FORM.block_n), 0, tl.float32)
     up = tl.full((FORM.block_m, FORM.block_n), 0, tl.float32)
     for start in range(0, FORM.k, FORM.block_k):
-        inside = (inner < FORM.k - start)[None, :]
+        inside = (inner < FORM.k - start)[None, :] if FORM.k % FORM.block_k else tl.full((1, FORM.block_k), 1, tl.int1)
         x = tl.load(xs + start, mask=live[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.load(weights + start, mask=inside, other=0.0).T, acc, input_precision="ieee")
         if ACTIVATION is not None:
