@@ -32,7 +32,8 @@ class TierIndex(TierLookup, Protocol):
         ...
 
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
-        """Return which keys have got a place that must be written now [n]. The others are there, or find no place."""
+        """Return which keys have got a place that must be written now [n]. The others are there, and are touched, or
+        find no place."""
         ...
 
     def drop(self, keys: bytes) -> None:

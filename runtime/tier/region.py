@@ -167,24 +167,24 @@ class Region:
     def reserve(self, keys: bytes, salt: int, expires: float = 0) -> NDArray[np.bool_]:
         """Give keys a slot to be written; return which ones have got it [n].
 
-        The others are present or reserved already, or find no way to take.
+        The others are present or reserved already, or find no way to take. Those present are touched.
 
         Raises:
             RegionBusy: Another process reserves now."""
         words = key_words(keys)
         taken = np.zeros(len(words), np.bool_)
-        self.touch(keys)  # entries that are present have just been computed again
+        self.touch(keys, expires)  # entries that are present have just been computed again
         with self._try_lock() as has_lock:
             if not has_lock:
                 raise RegionBusy("Another process reserves slots of this region now; try again.")
-            sets = self._sets_of(words)
-            rest = np.arange(len(words))
-            while rest.size:  # keys without common sets are reserved at once
-                _, first, inverse = np.unique(sets[rest], return_index=True, return_inverse=True)
-                is_first = (first[inverse.reshape(-1, 2)] // 2 == np.arange(rest.size)[:, None]).all(1)
-                now = rest[is_first]
-                taken[now] = self._reserve_in(sets[now], words[now], salt, int(expires))
-                rest = rest[~is_first]
+            sets, rest = self._sets_of(words), np.arange(len(words))
+            while rest.size:  # of keys that choose one place, the first gets it
+                places, may = self._places(sets[rest], words[rest], salt)
+                is_over = ~may
+                is_over[np.unique(places, return_index=True)[1]] = True
+                now = np.flatnonzero(is_over & may)
+                taken[rest[now]] = self._take(places[now], words[rest[now]], salt, int(expires))
+                rest = rest[~is_over]
         return taken
 
     def commit(self, rank: int, slots: NDArray[np.int64], keys: bytes, sums: NDArray[np.uint64]) -> None:
@@ -255,28 +255,32 @@ class Region:
         num_taken = np.repeat((~is_free).reshape(-1, 2, WAYS).sum(2), WAYS, 1)
         return order, np.where(is_free, num_taken, np.fmin(used, now))  # sets are filled evenly
 
-    def _reserve_in(
-        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int
-    ) -> NDArray[np.bool_]:
-        """Reserve a way for each key in its sets, as `reserve`. The sets are different, and the lock is held."""
-        now, all_keys = time.time(), np.arange(len(pairs))
-        order, used = self._order_of(pairs, salt, now)
+    def _places(
+        self, pairs: NDArray[np.int64], words: NDArray[np.uint64], salt: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return set * WAYS + way that each key should take, and whether it may be taken, both [n]."""
+        all_keys = np.arange(len(pairs))
+        order, used = self._order_of(pairs, salt, time.time())
         is_same = (self._low[pairs] == words[:, :1, None]) & (self._high[pairs] == words[:, 1:, None])
         is_same = is_same.reshape(order.shape)
         order[is_same & (order == _LEFT)] = -1  # it would be there twice
         best = np.where(order == order.min(1, keepdims=True), used, np.inf).argmin(1)
         may: NDArray[np.bool_] = (order[all_keys, best] < _NEVER) & ~(is_same & (order > _LEFT)).any(1)
         side, ways = np.divmod(best, WAYS)
-        sets = pairs[all_keys, side]
-        for i in np.flatnonzero(may & (self._has_pages[sets, ways] == 0)).tolist():
-            may[i] = self._give_pages(int(sets[i]), int(ways[i]))
-        sets, ways = sets[may], ways[may]
+        return pairs[all_keys, side] * WAYS + ways, may
+
+    def _take(self, places: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int) -> NDArray[np.bool_]:
+        """Reserve different places for keys; return which have memory. The lock is held."""
+        sets, ways = np.divmod(places, WAYS)
+        has_pages = self._has_pages[sets, ways] != 0
+        for i in np.flatnonzero(~has_pages).tolist():
+            has_pages[i] = self._give_pages(int(sets[i]), int(ways[i]))
+        sets, ways, pid = sets[has_pages], ways[has_pages], os.getpid()
         self._done[sets, ways] = 0  # before all else: from here on the old entry is a miss
-        pid = os.getpid()
         self._pid[sets, ways], self._start[sets, ways] = pid, _own_start_time(pid)
-        self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, now
-        self._low[sets, ways], self._high[sets, ways] = words[may].T
-        return may
+        self._salt[sets, ways], self._expires[sets, ways], self._used[sets, ways] = salt, expires, time.time()
+        self._low[sets, ways], self._high[sets, ways] = words[has_pages].T
+        return has_pages
 
     def _free(self, sets: NDArray[np.int64], ways: NDArray[np.int64]) -> None:
         self._done[sets, ways] = 0

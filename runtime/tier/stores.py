@@ -208,7 +208,6 @@ class Stores:
     def _reserved(self, due: _Due) -> list[tuple[int, bytes]]:
         """Return position and key of each entry that is still cached and has a place in the tier."""
         cache = self._kv_cache.caches[max(0, due.group)]
-        self._index.touch(due.keys, due.expires)
         keys = split(due.keys)
         if due.snapshot is not None:
             assert isinstance(self._kv_cache, StateCacheManager)
@@ -217,6 +216,8 @@ class Stores:
         else:
             pairs = enumerate(zip(due.blocks, due.hashes, strict=True))
             kept = [at for at, (block, h) in pairs if cache.find(h) == block and self._is_kept(due, block)]
+        if len(kept) < len(keys):  # the tier may have those that the device has lost
+            self._index.touch(due.keys, due.expires)
         if not kept:
             return []
         reserved = self._index.reserve(b"".join(keys[at] for at in kept), due.salt, due.expires).tolist()

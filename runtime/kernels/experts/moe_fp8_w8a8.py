@@ -163,8 +163,9 @@ class Fp8Experts(RoutedExperts):
         product = partial(self._fp8_product, tiles=tiles, weights=weights, residual=out)
         gate_up_bias, down_bias = self.biases
         product(rows, self.gate_up, self.gate_up_scales, gate_up_bias, *inner, tile=tile, activation=self.activation)
-        # A step's columns share a scale.
-        tile = tile._replace(block_k=tile.block_n, num_stages=tile.num_stages * tile.block_k // tile.block_n)
+        # A step's columns share a scale. One result is summed here, not two: more warps took 1.7 times as long.
+        stages = tile.num_stages * tile.block_k // tile.block_n
+        tile = tile._replace(block_k=tile.block_n, num_warps=4, num_stages=stages)
         product(inner, self.down, self.down_scales, down_bias, results, results, tile=tile, activation=None)
         if not is_single:
             self._combine(results, weights, out)

@@ -83,6 +83,7 @@ class FakeRegion:
         if self.num_busy or self._happens():
             self.num_busy = max(0, self.num_busy - 1)
             raise RegionBusy("Another process has the lock.")
+        self.touch(keys, expires)
         return np.array([self._reserve(key, salt, expires) for key in split(keys)], bool)
 
     def _reserve(self, key: bytes, salt: int, expires: float) -> bool:
