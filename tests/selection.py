@@ -1,7 +1,7 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
-    pytest --share 2/8     also the second eighth of the thorough tests; CI runs one
+    pytest --share 2/8     also the second eighth of the others that need no GPU; CI runs one
     pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
     python -m tests.selection   prints the tests that CI also runs with the oldest version of Ray
@@ -39,8 +39,31 @@ _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
 _WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_tier", "rank_updates", "ranks"}
-# mark -> the tests that a session without --all leaves out; with --share it runs a part of the thorough ones
-LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
+# mark -> the tests that a session without --all leaves out; with --share it runs a part of those that need no GPU
+LEFT_OUT = {
+    "rotated": "run in turns, since they are many and alike",
+    "thorough": "more cases of what other tests cover",
+    "gpu": "kernels on a CUDA device",
+}
+# file or folder -> n: each n-th of its tests runs always, and the others are rotated. The first that fits counts. These
+# took four fifths of all time. An odd n takes both values of a parameter with two, such as the backend.
+ONE_IN = {
+    "kernels/test_twins.py": 9,
+    "serve/test_openapi.py": 9,
+    "serve/test_costly_requests.py": 5,
+    "serve/test_event_ids.py": 5,
+    "serve/test_forced_calls.py": 5,
+    "text/test_control_tokens.py": 5,
+    "browser": 5,
+    "heads": 5,
+    "media": 5,
+    "models": 5,
+    "triton": 5,
+    "updates": 5,
+    "kernels": 3,
+    "processes": 3,
+    "tier": 3,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -138,28 +161,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_repeated_cases(items: list[pytest.Item]) -> None:
-    """Of a test with `one_in(n)`, each n-th case runs always, from the first on. The others are thorough.
-
-    An odd n takes both values of a parameter with two, such as the backend."""
-    num_cases: Counter[str] = Counter()
+    """Of a test with `one_in(n)`, each n-th case runs always, from the first on, and the others are thorough. Others in
+    ONE_IN are rotated."""
+    counts: Counter[str] = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
-            test = item.nodeid.partition("[")[0]
-            if num_cases[test] % mark.args[0]:
-                item.add_marker("thorough")
-            num_cases[test] += 1
+            group, n, name = item.nodeid.partition("[")[0], mark.args[0], "thorough"
+        else:
+            path = item.path.relative_to(TESTS).as_posix()
+            group, n = next((pair for pair in ONE_IN.items() if path.startswith(pair[0])), ("", 1))
+            name = "rotated"
+        if counts[group] % n:
+            item.add_marker(name)
+        counts[group] += 1
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     left: Counter[str] = Counter()
     kept, dropped = [], []
     index, shares = config.getoption("--share") or (-1, 1)
-    num_thorough = 0
+    num_shared = 0
     for item in items:
-        name = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
-        if name == "thorough":
-            name = None if num_thorough % shares == index else name
-            num_thorough += 1
+        name = next((name for name in reversed(LEFT_OUT) if item.get_closest_marker(name)), None)
+        if name in ("thorough", "rotated"):
+            name = None if num_shared % shares == index else name
+            num_shared += 1
         if name is None:
             kept.append(item)
         else:
