@@ -39,13 +39,15 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 async def answered(client: httpx.AsyncClient, number: int) -> list[int]:
-    """The tokens of an answer. The request is sent again if its connection breaks."""
+    """The tokens of an answer. The request is sent again if its connection breaks, before an answer (502) or in it."""
     while True:
         try:
-            answer = (await client.post("/v1/chat/completions", json=body_of(number))).raise_for_status().json()
+            response = await client.post("/v1/chat/completions", json=body_of(number))
         except httpx.TransportError:
             continue
-        tokens: list[int] = answer["choices"][0]["token_ids"]
+        if response.status_code == httpx.codes.BAD_GATEWAY and response.json()["error"]["code"] == "engine_unavailable":
+            continue
+        tokens: list[int] = response.raise_for_status().json()["choices"][0]["token_ids"]
         return tokens
 
 
