@@ -19,6 +19,9 @@ Milliseconds are times to the first token, medians over the repeats.
     | start | new_s, full_s, none_s | seconds until an engine is ready: empty region, used region, no tier |
     | overhead | with_, without_ | rates and times with a tier that has no hit, and without it; one runner, in turns |
     | copies | store_gb_s, load_gb_s | all blocks of `--copied` GiB at once, nothing else running |
+    | disk | first_ms, hit_tokens | with `--disk`: the next turn in an engine whose memory has nothing of it |
+    | | read_bytes | from the disk; the writes before are not limited to 256 MiB a second |
+    | | computed_ms, different | the same under another salt; tokens that differ |
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -43,6 +47,8 @@ from runtime.base.config import EngineConfig
 from runtime.base.types import Request, SamplingParams
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepPlan, Transfers
+from runtime.tier.disk import reads
+from runtime.tier.disk.keeper import Disk
 from runtime.tier.place import base_folder, forget
 from runtime.tier.region import Region
 
@@ -60,12 +66,16 @@ def main() -> None:
         "--cells", nargs="*", default=["8x512x128"], metavar="BATCHxINxOUT", help="work for the overhead"
     )
     parser.add_argument("--copied", type=float, default=0.5, metavar="GIB", help="bytes for the line of copies")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="measure a tier on this disk, and nothing else")
     args = parser.parse_args()
     config = engine_config(args.set, kv_tier_memory=args.memory, kv_tier_name=f"benchmark-{os.getpid()}")
     assert config.tensor_parallel_size == 1, "a runner in the engine's process has one rank"
     results, starts = Results("tier", args.out), dict[str, float]()
     common = {"model": args.model, "tokens": args.tokens, "turn": args.turn, "repeats": args.repeats}
     named = replace(config, kv_tier_name=None)
+    if args.disk is not None:
+        _from_disk(args, replace(config, kv_tier_folder=str(args.disk)), results, common)
+        return
     try:
         off = replace(config, kv_tier_memory=0)
         for name, role, own in (("new_s", _first, config), ("full_s", _second, config), ("none_s", _third, off)):
@@ -121,6 +131,49 @@ def _second(lines: Connection, args: argparse.Namespace, config: EngineConfig, b
 def _third(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
     Engine(args.model, config)
     lines.send(("start", {"ready_s": time.monotonic() - begun}))
+    lines.send(None)
+
+
+def _from_disk(args: argparse.Namespace, config: EngineConfig, results: Results, common: dict[str, Any]) -> None:
+    """Answer the next turn from the disk alone."""
+    named, found = replace(config, kv_tier_name=None, kv_tier_folder=None), dict[str, Any]()
+    for role in (_writes, _reads):
+        try:
+            for _, figures in _run(role, args, config):
+                found |= figures
+        finally:
+            forget(base_folder(), str(config.kv_tier_name))  # the memory
+    results.add(named, **common, line="disk", **found)
+    forget(args.disk, str(config.kv_tier_name))
+
+
+def _disk(talk: Conversation) -> Disk:
+    """The engine's side of the disk."""
+    disk: Disk = talk.engine.core.extras[reads.DiskReads]._disk
+    return disk
+
+
+def _writes(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
+    """Compute a conversation, and end when all of it is on the disk."""
+    reads.Disk = partial(Disk, write_rate=1e12)  # type: ignore[misc, assignment]
+    talk = Conversation(args, config)
+    talk.answer(talk.history)
+    talk.finish()
+    while _disk(talk)._region.figures().entries < talk.engine.core.stats()["tier_stored_blocks"]:
+        time.sleep(0.1)
+    lines.send(None)
+
+
+def _reads(lines: Connection, args: argparse.Namespace, config: EngineConfig, begun: float) -> None:
+    """Answer the next turn, first from the disk."""
+    talk = Conversation(args, config)
+    first, answer = talk.answer(talk._next)
+    stats = talk.engine.core.stats()
+    talk.finish()
+    computed, right = talk.answer(talk._next, salt="another")
+    figures = {"first_ms": first * 1e3, "hit_tokens": stats["tier_disk_tokens"], "read_bytes": stats["tier_disk_bytes"]}
+    different = sum(a != b for a, b in zip(answer, right, strict=True))
+    lines.send(("disk", {**figures, "computed_ms": computed * 1e3, "different": different}))
     lines.send(None)
 
 

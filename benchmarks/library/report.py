@@ -162,9 +162,10 @@ def serving(line: Line) -> Row:
     peer = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
     is_mixed = workload.startswith("chats-beside")
     shown = f"{workload} (first token of long prompts: {twice(line['long_ttft_ms'])})" if is_mixed else workload
-    cells = [model, shown, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
+    label = named(*of_weights(line))
+    cells = [label, shown, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
     ratio = None if peer[0] is None else rate / peer[0]
-    return Row([*cells, number(ratio)], f"{model} {workload}", ratio, 1.0)
+    return Row([*cells, number(ratio)], f"{label} {workload}", ratio, 1.0)
 
 
 def replicas(line: Line) -> Row:

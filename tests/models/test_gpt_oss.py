@@ -91,10 +91,12 @@ def test_a_rank_reads_its_rows_and_columns(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
 def test_a_gpu_gets_the_rows_of_each_expert(case, tmp_path, monkeypatch):
-    """A GPU that is the CPU: tensors are uploaded as bytes, whole experts or parts."""
+    """A GPU that is the CPU: tensors are uploaded as bytes, whole experts or parts. Gate and up share an upload."""
+    sizes: list[int] = []
 
     class Uploader:
         def upload(self, data: memoryview, out: torch.Tensor) -> None:
+            sizes.append(len(data))
             out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     save_model(tmp_path, case)
@@ -110,6 +112,12 @@ def test_a_gpu_gets_the_rows_of_each_expert(case, tmp_path, monkeypatch):
         assert got.is_contiguous()
         part = Part(0, 1, want.shape[0] - 1)
         assert torch.equal(checkpoint.tensor(name, want.dtype, "gpu", part), want[1:-1])
+    sizes.clear()
+    with checkpoint.reading_ahead("no name"):
+        for name, want in wanted.items():
+            assert torch.equal(checkpoint.tensor(name, want.dtype, "gpu"), want)
+    assert len(sizes) == len(wanted) - sum(".up_proj" in name for name in wanted)
+    assert not checkpoint._experts, "a GPU keeps none of them"
 
 
 @pytest.mark.parametrize("block_type", ["F32", "MXFP4"])
