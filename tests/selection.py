@@ -39,7 +39,7 @@ _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
 _WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_tier", "rank_updates", "ranks"}
-# mark -> the tests that a session without --all leaves out; with --share it runs a part of those that need no GPU
+# mark -> why a session without --all leaves such tests out. With --share it runs a part, unless they need a GPU.
 LEFT_OUT = {
     "rotated": "run in turns, since they are many and alike",
     "thorough": "more cases of what other tests cover",

@@ -13,7 +13,7 @@ from benchmarks.kernels.random_weights import FORMS, random_weight
 from benchmarks.kernels.tuning import Cell, Choices, Operation
 from runtime.base.model.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import moe_few_w16a16, moe_fp8_w8a8, moe_wna16
-from runtime.kernels.experts.moe_routing import Tile
+from runtime.kernels.experts.choice_tiles import Tile
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16_words import STEP

@@ -200,7 +200,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
         self._ahead: ReadAhead | None = None
-        self._experts: dict[tuple[str, int], torch.Tensor] = {}  # on a GPU, by tensor and expert; the last few
+        self._experts: dict[tuple[str, int], torch.Tensor] = {}  # the last few on a GPU, by tensor and expert
         self._starts: dict[str, tuple[Path, int]] = {}  # each tensor's first byte in the files
         self._path, self._file, self._num_mapped = path, open_safetensors(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():

@@ -178,7 +178,7 @@ class Region:
             if not has_lock:
                 raise RegionBusy("Another process reserves slots of this region now; try again.")
             sets, rest = self._sets_of(words), np.arange(len(words))
-            while rest.size:  # of keys that choose one place, the first gets it
+            while rest.size:  # the first key that chooses a place gets it
                 places, may = self._places(sets[rest], words[rest], salt)
                 is_over = ~may
                 is_over[np.unique(places, return_index=True)[1]] = True
@@ -272,7 +272,7 @@ class Region:
     def _take(self, places: NDArray[np.int64], words: NDArray[np.uint64], salt: int, expires: int) -> NDArray[np.bool_]:
         """Reserve different places for keys; return which have memory. The lock is held."""
         sets, ways = np.divmod(places, WAYS)
-        has_pages = self._has_pages[sets, ways] != 0
+        has_pages: NDArray[np.bool_] = self._has_pages[sets, ways] != 0
         for i in np.flatnonzero(~has_pages).tolist():
             has_pages[i] = self._give_pages(int(sets[i]), int(ways[i]))
         sets, ways, pid = sets[has_pages], ways[has_pages], os.getpid()

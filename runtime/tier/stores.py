@@ -216,7 +216,7 @@ class Stores:
         else:
             pairs = enumerate(zip(due.blocks, due.hashes, strict=True))
             kept = [at for at, (block, h) in pairs if cache.find(h) == block and self._is_kept(due, block)]
-        if len(kept) < len(keys):  # the tier may have those that the device has lost
+        if len(kept) < len(keys):  # the device has evicted some; the tier may have them
             self._index.touch(due.keys, due.expires)
         if not kept:
             return []

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.base.model.decoder_spec import ExpertsSpec
-from runtime.kernels.experts.moe_routing import Tile
+from runtime.kernels.experts.choice_tiles import Tile, tiled
 from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
 from runtime.kernels.experts.moe_wna16_product import moe_wna16_products
@@ -78,7 +78,7 @@ def test_every_expert_value_is_dequantized_exactly(form):
         x, out, ids = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out), torch.zeros(size_in).int()
     want = dequantize_torch(weight).bfloat16().float().t() * 32
     for tile in (Tile(8, 64, STEP, 2, 4), moe_wna16_tile(size_in, 2, True), moe_wna16_tile(size_in, 2, False)):
-        tiles = mixture._tiled(ids, tile.block_m)
+        tiles = tiled(ids, mixture.spec.all_experts, tile.block_m)
         moe_wna16_products(x, mixture.weights, mixture.biases, out.zero_(), tiles, out, out, 1, tile, "silu")
         assert torch.equal(out, want), tile
 

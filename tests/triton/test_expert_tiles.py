@@ -5,16 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.base.model.decoder_spec import ExpertsSpec
-from runtime.kernels.experts import moe_routing
-from runtime.kernels.experts.moe_routing import RoutedExperts
+from runtime.kernels.experts import choice_tiles
 
 
 @pytest.fixture(autouse=True)
 def few_choices_in_a_row(monkeypatch: pytest.MonkeyPatch):
     """Several programs count and place."""
-    monkeypatch.setattr(moe_routing, "_COUNTED", 128)
-    monkeypatch.setattr(moe_routing, "_MOST_PARTS", 2)
+    monkeypatch.setattr(choice_tiles, "_COUNTED", 128)
+    monkeypatch.setattr(choice_tiles, "_MOST_PARTS", 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,9 +26,7 @@ def test_each_choice_stands_in_one_tile_of_its_expert(
     generator = torch.Generator().manual_seed(seed)
     shares = torch.randn(num_experts, generator=generator).mul(spread).softmax(0)  # also of one expert alone
     ids = shares.multinomial(num_choices, replacement=True, generator=generator).int()
-    layer = RoutedExperts()
-    layer.spec = ExpertsSpec(num_experts, 1, True)
-    experts, choices, done = layer._tiled(ids, block_m)
+    experts, choices, done = choice_tiles.tiled(ids, num_experts, block_m)
     assert choices is not None
     assert done is not None
     assert not done.any()

@@ -13,16 +13,8 @@ from typing import NamedTuple
 import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
-from runtime.kernels.experts.moe_routing import (
-    MOST_SINGLE,
-    ExpertTiles,
-    RoutedExperts,
-    Tile,
-    add_results,
-    choices_of_tile,
-    stacked,
-    tile_and_columns,
-)
+from runtime.kernels.experts.choice_tiles import ExpertTiles, Tile, choices_of_tile, tile_and_columns, tiled
+from runtime.kernels.experts.moe_routing import MOST_SINGLE, RoutedExperts, add_results, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
@@ -153,7 +145,7 @@ class Fp8Experts(RoutedExperts):
         tile = moe_fp8_tile(num_choices, self.spec.all_experts, self.deterministic)
         is_single = self._is_single(num_tokens, hidden, tile.block_n, may_share=True)
         ids, weights = self._route(self.router.normed_logits(residual, norm_weight, eps))
-        tiles = ExpertTiles(ids) if is_single else self._tiled(ids, tile.block_m)
+        tiles = ExpertTiles(ids) if is_single else tiled(ids, self.spec.all_experts, tile.block_m)
         rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.logits.norm)
         inner = Fp8Activations(
             torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),

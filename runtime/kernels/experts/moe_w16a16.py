@@ -8,15 +8,9 @@ from typing import NamedTuple
 import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
+from runtime.kernels.experts.choice_tiles import ExpertTiles, Tile, choices_of_tile, tile_and_columns, tiled
 from runtime.kernels.experts.moe_few_w16a16 import add_few_choices, summed_columns
-from runtime.kernels.experts.moe_routing import (
-    ExpertTiles,
-    RoutedExperts,
-    Tile,
-    choices_of_tile,
-    stacked,
-    tile_and_columns,
-)
+from runtime.kernels.experts.moe_routing import RoutedExperts, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.norm.rms_norm import rms_norm_triton
@@ -50,7 +44,7 @@ class GroupedExperts(RoutedExperts):
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
         up_tile, down_tile = moe_w16a16_tiles(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
-        tiles = self._tiled(ids, up_tile.block_m)
+        tiles = tiled(ids, self.spec.all_experts, up_tile.block_m)
         gate_up_bias, down_bias = self.biases
         self._product(x, self.gate_up, gate_up_bias, inner, tiles, up_tile, self.activation)
         self._product(inner, self.down, down_bias, results, tiles, down_tile, None)

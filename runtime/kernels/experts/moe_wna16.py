@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from runtime.base.model.decoder_spec import ExpertsSpec
-from runtime.kernels.experts.moe_routing import MOST_SINGLE, ExpertTiles, RoutedExperts, Tile, stacked
+from runtime.kernels.experts.choice_tiles import ExpertTiles, Tile, tiled
+from runtime.kernels.experts.moe_routing import MOST_SINGLE, RoutedExperts, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_wna16_product import moe_wna16_products
 from runtime.kernels.experts.moe_wna16_words import STEP, in_tile_order, with_word_scales
@@ -56,7 +57,7 @@ class QuantizedExperts(RoutedExperts):
         is_single = self._is_single(num_tokens, hidden, SINGLE_TILE.block_n, most)
         tile = SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
-        tiles = ExpertTiles(ids) if is_single else self._tiled(ids, tile.block_m)
+        tiles = ExpertTiles(ids) if is_single else tiled(ids, num_experts, tile.block_m)
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
         moe_wna16_products(
             x, self.weights, self.biases, results, tiles, weights, out, self.spec.choices, tile, self.activation

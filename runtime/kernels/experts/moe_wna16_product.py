@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.experts.moe_routing import ExpertTiles, Tile, add_results, choices_of_tile
+from runtime.kernels.experts.choice_tiles import ExpertTiles, Tile, choices_of_tile
+from runtime.kernels.experts.moe_routing import add_results
 from runtime.kernels.experts.moe_torch import ExpertBiases
 from runtime.kernels.experts.moe_wna16_words import STEP, TILE_ROWS, sum_factor
 from runtime.kernels.linear.skinny_blocks import add_chunks
