@@ -1,7 +1,7 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
-    pytest --share 2/8     also the second eighth of the others that need no GPU; CI runs one
+    pytest --share 2/12    also the second twelfth of the others that need no GPU; CI runs one
     pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
     python -m tests.selection   prints the tests that CI also runs with the oldest version of Ray
@@ -53,7 +53,7 @@ ONE_IN = {
     "grammar/test_structured_schema.py": 5,
     "grammar/test_white_space.py": 5,
     "kernels/test_twins.py": 9,
-    "kernels": 3,
+    "kernels": 5,
     "serve/test_costly_requests.py": 5,
     "serve/test_event_ids.py": 5,
     "serve/test_forced_calls.py": 5,
@@ -64,8 +64,8 @@ ONE_IN = {
     "heads": 7,
     "media": 7,
     "models": 7,
-    "processes": 5,
-    "tier": 3,
+    "processes": 7,
+    "tier": 5,
     "triton": 7,
     "updates": 7,
 }
