@@ -40,13 +40,14 @@ _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
 _WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_tier", "rank_updates", "ranks"}
 # mark -> why a session without --all leaves such tests out. With --share it runs a part, unless they need a GPU.
+# The first mark of a test counts.
 LEFT_OUT = {
-    "rotated": "run in turns, since they are many and alike",
-    "thorough": "more cases of what other tests cover",
     "gpu": "kernels on a CUDA device",
+    "thorough": "more cases of what other tests cover",
+    "rotated": "run in turns, since they are many and alike",
 }
-# file or folder -> n: each n-th of its tests runs always, and the others are rotated. The first that fits counts. These
-# took four fifths of all time. An odd n takes both values of a parameter with two, such as the backend.
+# file or folder -> n: each n-th of its tests runs always, and the others are rotated. The first that fits counts.
+# An odd n takes both values of a parameter with two, such as the backend.
 ONE_IN = {
     "core/test_images.py": 3,
     "grammar/test_free_names.py": 5,
@@ -187,7 +188,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     index, shares = config.getoption("--share") or (-1, 1)
     num_shared = 0
     for item in items:
-        name = next((name for name in reversed(LEFT_OUT) if item.get_closest_marker(name)), None)
+        name = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
         if name in ("thorough", "rotated"):
             name = None if num_shared % shares == index else name
             num_shared += 1
