@@ -59,10 +59,10 @@ class _Limits:
 
 
 _GPU = _Limits(1024 * _MIB, 256 * _MIB, 128 * _MIB, 64 * _MIB, 256 * _MIB)
+_CPU = _Limits(64 * _MIB, 16 * _MIB, 32 * _MIB, 16 * _MIB, 64 * _MIB)  # copies are a part of the step
 # Entries stored in a step with decoding rows and few prompt tokens. Small entries cost the host more time than the
 # link: 200 entries with 320 KiB took 6 ms in the engine and the runner. A step on a GPU may take less.
 _STORES_BESIDE, _FEW_TOKENS = 64, 512
-_CPU = _Limits(64 * _MIB, 16 * _MIB, 32 * _MIB, 16 * _MIB, 64 * _MIB)  # copies are a part of the step
 
 
 class _Transfer(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
-TALL = 32  # choices in a tile
+_TALL = 32  # least choices in a tile with its columns' programs one after another
 _ROUND = 1024  # choices that a program compares at once
 _SHORT_ROUND = 128  # the same for a one-warp program
 _COUNTED = 4 * _ROUND  # choices that a program counts; more are counted by several programs, in rows
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     @property
     def columns_first(self) -> bool:
         """True if a choice tile's programs follow one another. Large tiles are then read from memory once."""
-        return self.block_m >= TALL
+        return self.block_m >= _TALL
 
     def grid(self, num_tiles: int, num_columns: int) -> tuple[int, int]:
         """The grid for choice tiles and columns (`tile_and_columns`)."""
@@ -59,8 +59,9 @@ def tiled(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     if num_rows > 1:
         counts = ids.new_empty(num_rows, bins)
         _count_choices_kernel[(num_rows,)](
-            ids, counts, num_choices, bins, COUNTED=_COUNTED, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
-        )
+            ids, counts, num_choices,
+            BINS=bins, COUNTED=_COUNTED, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
     rows_of_a_part = -(-num_rows // _MOST_PARTS)
     _tile_choices_kernel[(num_experts, -(-num_rows // rows_of_a_part))](
         ids, counts, experts, choices, done, num_choices, len(experts), rows_of_a_part, BINS=bins, BLOCK_M=block_m,

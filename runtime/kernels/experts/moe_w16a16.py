@@ -1,4 +1,6 @@
-"""Mixtures of experts with 16-bit or 32-bit activations and dense weights: six launches, or four for few choices."""
+"""Mixtures of experts with 16-bit or 32-bit activations and dense weights.
+
+They take four launches for few choices, six for more, and seven for several thousand."""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def moe_w16a16_tiles(num_choices: int, num_experts: int, dtype: torch.dtype, det
     """The tiles of both products, equally tall: taller where experts have more tokens. Deterministic mode has one
     tile, as others sum in another order.
 
-    The warm-up compiles all, with prompts of several lengths (runtime/worker/warmup.py)."""
+    The warm-up's prompts and the graphs' sizes compile them (runtime/worker/warmup.py)."""
     mean = num_choices / num_experts
     if dtype == torch.float32:  # runs on the FMA units
         both = Tile(32, 32, 32, 4, 2)
