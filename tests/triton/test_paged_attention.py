@@ -1,12 +1,15 @@
 """The twin of paged attention, and the grids of its kernels. (Their values and bits: tests/kernels.)"""
 
 import importlib
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows, paged_attention_torch
-from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
+from runtime.kernels.attention.prefill_attention import _pieces, prefill_attention
+from runtime.kernels.attention.segments import arrival_counters, find_segment
 from runtime.kernels.triton_language import jit, tl
 from tests.support.kernels.attention_cases import paged_case, without_hidden
 
@@ -49,28 +52,42 @@ def test_the_grid_of_a_long_prompt_fits_devices(monkeypatch):
     assert all(size <= 65_535 for size in others)
 
 
+class _Form(NamedTuple):
+    """What `find_segment` reads of a kernel's constants."""
+
+    window: int = 0
+    tile_tokens: int = 16
+    num_rows: int = 64
+    block_n: int = 32
+    least_segment: int = 128
+
+
 @jit
-def _find_segments(q_starts_ptr, starts_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+def _find_segments(q_starts_ptr, starts_ptr, out_ptr, num_rows, num_places, pieces, FORM: tl.constexpr):
     place = tl.program_id(0)
-    found = _find_segment(q_starts_ptr, starts_ptr, place, num_rows, 16, 256, PROGRAMS, 128, WINDOW, 32)
+    found = find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, FORM)
     for i in tl.static_range(4):
         tl.store(out_ptr + place * 4 + i, found[i])
 
 
-@pytest.mark.parametrize("window", [0, 500])
-@pytest.mark.parametrize("num_programs", [3, 8, 33])
-@pytest.mark.parametrize("spans", [[(0, 40)], [(14000, 128)], [(0, 0), (5000, 20), (0, 17), (900, 3), (0, 0)]])
-def test_segments_cover_the_tiles(spans, num_programs, window):
+def _segments(spans: list[tuple[int, int]], num_places: int, pieces: int, form: _Form) -> list[list[int]]:
+    """(row, tile, segment, positions per segment) in each program that is needed."""
     starts, counts = torch.tensor(spans, dtype=torch.int32).T.contiguous()
     q_starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    num_tiles = sum(-(-count // 16) for _, count in spans)
-    out = torch.empty((max(num_programs, num_tiles) + 40, 4), dtype=torch.int32)
-    _find_segments[(len(out),)](q_starts, starts, out, len(spans), num_programs, window)
-    used = [line for line in out.tolist() if line[1] * 16 < spans[line[0]][1]]
+    out = torch.empty((num_places + 20, 4), dtype=torch.int32)
+    _find_segments[(len(out),)](q_starts, starts, out, len(spans), num_places, pieces, form)
+    used = [line for line in out.tolist() if line[1] * form.tile_tokens < spans[line[0]][1]]
     assert used == out[: len(used)].tolist(), "places that are not needed are the last ones"
-    assert len(used) <= max(num_programs, num_tiles)
+    assert len(used) <= num_places
+    return used
+
+
+@pytest.mark.parametrize("window", [0, 500])
+@pytest.mark.parametrize(("num_places", "pieces"), [(9, 0), (33, 0), (30, 3)])
+@pytest.mark.parametrize("spans", [[(0, 40)], [(14000, 128)], [(0, 0), (5000, 20), (0, 17), (900, 3), (0, 0)]])
+def test_segments_cover_the_tiles(spans, num_places, pieces, window):
     tiles: dict[tuple[int, int], list[int]] = {}
-    for row, tile, segment, segment_len in used:
+    for row, tile, segment, segment_len in _segments(spans, num_places, pieces, _Form(window)):
         tiles.setdefault((row, tile), []).append(segment)
         start, count = spans[row]
         walk = min(start + count, window + 16 + 32) if window else start + count
@@ -78,7 +95,38 @@ def test_segments_cover_the_tiles(spans, num_programs, window):
         assert segment < num_segments
         assert segment_len % 32 == 0
         assert walk - (num_segments - 1) * segment_len >= segment_len - 32 * num_segments, "they are equally long"
-    assert len(tiles) == num_tiles
+    assert len(tiles) == sum(-(-count // 16) for _, count in spans)
     assert all(segments == list(range(len(segments))) for segments in tiles.values())
-    if spans == [(14000, 128)] and num_programs == 33:
-        assert len(used) == 32
+
+
+@pytest.mark.parametrize("spans", [[(17_499, 1)], [(90, 1), (17_999, 1)]])
+def test_groups_of_segments_are_merged_in_turn(monkeypatch, spans):
+    """More than SEGMENTS segments in a row need many programs at a time."""
+    module = importlib.import_module("runtime.kernels.attention.decode_attention")
+    monkeypatch.setattr(module, "num_sms", lambda device: 40)
+    q, kv, rows = paged_case(spans, dtype=torch.float32)
+    got = decode_attention(q, kv, rows, AttentionForm(0.1))
+    torch.testing.assert_close(got, paged_attention_torch(q, kv, rows, AttentionForm(0.1)))
+    assert not arrival_counters(q.device).any()
+
+
+@pytest.mark.parametrize(("num_short", "num_places"), [(16, 66), (40, 49)])
+def test_a_long_row_among_short_ones_has_most_segments(num_short, num_places):
+    """One program walked over all of it, or over as large a part as the programs of short rows."""
+    spans = [(1200, 1)] * (num_short // 2) + [(71_999, 1)] + [(1200, 1)] * (num_short - num_short // 2)
+    used = _segments(spans, num_places, 0, _Form(tile_tokens=1))
+    work = sum(start + count for start, count in spans)
+    assert max(line[3] for line in used) <= max(work // (num_places - len(spans)), 512) + 32
+
+
+def test_equal_rows_have_as_many_segments_as_fit():
+    used = _segments([(4799, 1)] * 5, 20, 0, _Form(tile_tokens=1))
+    assert len(used) == 20
+
+
+def test_pieces_of_tiles_fill_the_waves():
+    for num_tiles in range(1, 600):
+        pieces = _pieces(num_tiles, 132)
+        waves = -(-num_tiles * pieces // 132) / pieces
+        assert num_tiles * pieces <= max(4 * 132, num_tiles)
+        assert waves <= max(1.5 * num_tiles / 132, 1 / 16)

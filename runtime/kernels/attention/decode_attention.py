@@ -2,17 +2,14 @@
 
 Split-KV ("flash decoding"): different programs attend to segments of a row's positions, so that few rows still fill the
 GPU. A kv head's query heads, and a row's tokens, share one tile, so keys and values are read once. A tile's last
-program merges its segments in their order. Its arrival counter returns to zero, so a captured launch can be
-replayed.
+program merges its segments in their order (segments.py).
 
-By default, the segment count follows the row count, and segment length follows row length. The grid
-depends on neither. In deterministic mode, segments lie at fixed positions and tiles have one shape. A token's bits then
-depend only on its own q, k and v.
+By default, all programs get about equal segments, whatever the rows' lengths. In deterministic mode, segments lie at
+fixed positions and tiles have one shape. A token's bits then depend only on its own q, k and v.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,12 +33,29 @@ from runtime.kernels.attention.paged_attention import (
     tile_pointers,
     token_scales,
 )
+from runtime.kernels.attention.segments import (
+    GROUP,
+    MOST_PLACES,
+    NUM_COUNTERS,
+    SEGMENTS,
+    arrival_counters,
+    arrives_last,
+    find_segment,
+    merge,
+    merge_group,
+    merge_segments,
+    num_sms,
+    segment_length,
+    store_segment,
+)
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
-from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
-_MAX_SPLITS = 32
+_MAX_SPLITS = 32  # in deterministic mode
+_SHORTCUT = True
+_FEW_ROWS = 32  # fewer rows are searched in less time
 _MERGED_ELEMENTS = 8192  # fp32 elements in partial results that are loaded at a time
 
 
@@ -52,9 +66,9 @@ class DecodeForm(NamedTuple):
     head_dim: int
     group: int  # query heads per kv head
     tile_tokens: int  # most tokens of a row in one tile
-    num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
-    segment: int  # positions per segment with `fixed`, else at least that many
-    fixed: bool  # segments lie at multiples of `segment`
+    num_rows: int  # power of two, at least num_rows; 0 for one row, and if a row is one tile with `fixed`
+    least_segment: int  # positions per segment with `fixed`, else at least that many
+    fixed: bool  # segments lie at multiples of `least_segment`
     window: int
     first_key: int
     soft_cap: float
@@ -81,24 +95,30 @@ def _decode_attention_kernel(
     starts_ptr,
     q_starts_ptr,
     tables_ptr,
-    acc_ptr,  # [tiles, num_kv_heads, num_segments, ROWS, HEAD_DIM] fp32, each segment's result
-    sums_ptr,  # [tiles, num_kv_heads, num_segments, 2, ROWS] fp32, its highest score and its sum of weights
-    counters_ptr,  # [tiles, num_kv_heads] int32 zeros
+    acc_ptr,  # [places, ROWS, HEAD_DIM] fp32, each segment's result; places by tile or else first by kv head
+    sums_ptr,  # [places, 2, ROWS] fp32, its highest score and its sum of weights
+    counters_ptr,  # int32 zeros
     q_stride,
     kv_stride,  # elements between k and v
     head_stride,  # elements between kv heads
     table_stride,
     num_rows,
-    num_segments,  # most per row
+    num_segments,  # most per tile with `fixed`
     scale_log2,
     FORM: tl.constexpr,  # `DecodeForm`
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
-    if FORM.num_rows:
+    num_places = tl.num_programs(0)
+    row, row_tile, place = 0, 0, tile
+    if FORM.num_rows and FORM.fixed:
         row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
+    elif FORM.num_rows:
+        row, row_tile, split, segment_len = find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, 0, FORM)
+    elif FORM.fixed:
+        row = tile
     else:
-        row, row_tile = tile, 0
+        split = tile
     q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
     start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
@@ -113,13 +133,12 @@ def _decode_attention_kernel(
     lowest = 0
     if FORM.window > 0:
         lowest = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
+    origin = lowest
     if FORM.fixed:
-        origin = lowest // FORM.segment * FORM.segment
-        segment_len = FORM.segment
-    else:
-        origin = lowest
-        segment_len = tl.cdiv(tl.cdiv(length - origin, num_splits), FORM.block_n) * FORM.block_n
-        segment_len = tl.maximum(segment_len, FORM.segment)
+        origin = lowest // FORM.least_segment * FORM.least_segment
+        segment_len = FORM.least_segment
+    elif not FORM.num_rows:
+        segment_len = segment_length(tl.cdiv(length - origin, num_places), length - origin, FORM)
     segments = tl.cdiv(length - origin, segment_len)
     begin = origin + split * segment_len
     offsets = tl.arange(0, FORM.block_n)
@@ -156,26 +175,33 @@ def _decode_attention_kernel(
         q = prepare_q(q, scales_ptr, kv_head, scale_log2, tl.constexpr(FORM.scales))
         scale_log2 = 1.0
 
-    alone = (num_splits == 1) | (segments == 1)
-    place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
+    if FORM.fixed:
+        alone = (num_splits == 1) | (segments == 1)
+        counter = tile * num_kv_heads + kv_head
+        place = counter.to(tl.int64) * num_segments
+        own_place = place + split
+    else:
+        alone = segments == 1
+        own_place = kv_head * num_places + place
+        place = own_place - split
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
     total = first_total(last_visible, FORM)
     acc = tl.full([FORM.block_m, FORM.block_d], 0, tl.float32)
     if FORM.fixed:
         m, total, acc = attend_range(
             q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
-            tl.minimum(begin + FORM.segment, length), m, total, acc, scale_log2, FORM, True,
+            tl.minimum(begin + FORM.least_segment, length), m, total, acc, scale_log2, FORM, True,
         )  # fmt: skip
         if alone:
             acc += 0.0  # merging with nothing does so: no negative zeros
         else:
             store_segment(
-                acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
+                acc_ptr, sums_ptr, own_place, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
             )
         for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
                 q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr,
-                origin + segment * FORM.segment, tl.minimum(origin + (segment + 1) * FORM.segment, length),
+                origin + segment * FORM.least_segment, tl.minimum(origin + (segment + 1) * FORM.least_segment, length),
                 tl.full([FORM.block_m], FORM.lowest, tl.float32), tl.full([FORM.block_m], 0, tl.float32),
                 tl.full([FORM.block_m, FORM.block_d], 0, tl.float32), scale_log2, FORM, True,
             )  # fmt: skip
@@ -208,7 +234,7 @@ def _decode_attention_kernel(
         )  # fmt: skip
         if not alone:
             store_segment(
-                acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
+                acc_ptr, sums_ptr, own_place, m, total, acc, lanes, dims, used, whole, FORM.rows, FORM.head_dim
             )
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -218,79 +244,37 @@ def _decode_attention_kernel(
         out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * FORM.head_dim + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
         return
-    counter = counters_ptr + tile * num_kv_heads + kv_head
-    if not arrives_last(counter, tl.minimum(segments, num_splits)):
-        return
-    m, total, acc = merge_segments(
-        acc_ptr, sums_ptr, place, segments, count * FORM.group, FORM.rows, FORM.head_dim, FORM.block_d, FORM.merge,
-        FORM.lowest,
-    )  # fmt: skip
+    num_used = count * FORM.group
+    if FORM.fixed:
+        if not arrives_last(counters_ptr + counter, tl.minimum(segments, num_splits)):
+            return
+        m, total, acc = merge_segments(
+            acc_ptr, sums_ptr, place, segments, 1, num_used, FORM.rows, FORM.head_dim, FORM.block_d, FORM.merge,
+            FORM.lowest,
+        )  # fmt: skip
+    else:
+        counter, num_merged, stride = counters_ptr + place, segments, 1
+        if segments > SEGMENTS:  # groups are merged first, by different programs
+            group = place + split // GROUP * GROUP
+            num_merged = tl.minimum(place + segments - group, GROUP)
+            if not arrives_last(counters_ptr + group, num_merged):
+                return
+            merge_group(acc_ptr, sums_ptr, group, num_merged, num_used, FORM)
+            counter, num_merged, stride = counter + NUM_COUNTERS, tl.cdiv(segments, GROUP), GROUP
+        if not arrives_last(counter, num_merged):
+            return
+        m, total, acc = merge_segments(
+            acc_ptr, sums_ptr, place, num_merged, stride, num_used, FORM.rows, FORM.head_dim, FORM.block_d, FORM.merge,
+            FORM.lowest,
+        )  # fmt: skip
     rows = tl.arange(0, FORM.rows)
-    whole = (rows < count * FORM.group)[:, None] & (dims < FORM.head_dim)[None, :]
+    whole = (rows < num_used)[:, None] & (dims < FORM.head_dim)[None, :]
     total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, FORM.group, FORM.rows), tl.constexpr(FORM.scales))
     total = finish_total(total, scales_ptr, kv_head, num_kv_heads, tl.constexpr(FORM.scales))
     q_tokens = (q_start + rows // FORM.group).to(tl.int64)
     heads = kv_head * FORM.group + rows % FORM.group
     out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
-
-
-@jit
-def store_segment(
-    acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """Store a segment's result for the program that merges."""
-    sums_at = sums_ptr + place * (2 * ROWS) + lanes
-    tl.store(sums_at, m, mask=used)
-    tl.store(sums_at + ROWS, total, mask=used)
-    tl.store(acc_ptr + place * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :], acc, mask=whole)
-
-
-@jit
-def arrives_last(counter, num_programs):
-    """True in the last of `num_programs` programs, which sees the others' stores. Clears the counter."""
-    tl.debug_barrier()  # this program's stores come before its arrival
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
-
-
-@jit
-def merge_segments(
-    acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
-    """(highest score, weight sum, weighted value sum) over all segments from `place` on, in order, MERGE at a
-    time."""
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    sums_at = sums_ptr + place * (2 * ROWS) + rows
-    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
-    for first in range(0, segments, MERGE):
-        for i in tl.static_range(MERGE):  # their loads are in flight together
-            here = rows < tl.where(first + i < segments, num_used, 0)
-            other_m = tl.load(sums_at + i * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
-            other_total = tl.load(sums_at + i * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
-            there = here[:, None] & (dims < HEAD_DIM)[None, :]
-            other_acc = tl.load(acc_at + i * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
-            m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
-        sums_at += MERGE * 2 * ROWS
-        acc_at += MERGE * ROWS * HEAD_DIM
-    return m, total, acc
-
-
-@jit
-def merge(m, total, acc, other_m, other_total, other_acc):
-    """Merge results over different positions; explicit fma, so that it rounds alike wherever it is inlined."""
-    top = tl.maximum(m, other_m)
-    weight = tl.exp2(m - top)
-    other_weight = tl.exp2(other_m - top)
-    total = tl.fma(total, weight, other_total * other_weight)
-    acc = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), other_acc * other_weight[:, None])
-    return top, total, acc
 
 
 def decode_attention(
@@ -315,7 +299,7 @@ def decode_attention(
     block_d = next_power_of_2(head_dim)
     per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
     capacity = per_sm * num_sms(q.device)
-    if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
+    if _SHORTCUT and block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
         deterministic = True  # enough rows without splits: the fixed form compiles to faster code
     if deterministic or block_d > 256:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
@@ -323,33 +307,38 @@ def decode_attention(
     else:
         tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
     tile_rows = next_power_of_2(tile_tokens * group)
-    programs = num_tiles * num_kv_heads
-    splits = max(1, min(capacity // programs, _MAX_SPLITS))
-    eager = splits > 1 and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
+    programs, slots = num_tiles * num_kv_heads, max(1, capacity // num_kv_heads)
+    places = (num_tiles // slots + 1) * slots  # segments per kv head
+    deterministic |= num_kv_heads * places > MOST_PLACES
+    eager = 2 * programs <= capacity and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
-    segment = _FIXED_SEGMENT if deterministic else block_n
     # Rows of one token end images; only a deterministic step computes long rows here.
     last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None
-    longest = rows.max_len  # positions of a tile
-    if window and last_visible is None:
-        longest = min(longest, window - 1 + tile_tokens + segment)
-    segments = -(-longest // segment)
-    splits = min(splits, segments)
-    if not deterministic or splits == 1:
-        segments = splits
-    partial = programs * segments * tile_rows if splits > 1 else 0
+    segments = 0
+    if deterministic:
+        longest = rows.max_len  # positions of a tile
+        if window and last_visible is None:
+            longest = min(longest, window - 1 + tile_tokens + _FIXED_SEGMENT)
+        segments = -(-longest // _FIXED_SEGMENT)
+        splits = max(1, min(capacity // programs, _MAX_SPLITS, segments))
+        grid, partial = (num_tiles, num_kv_heads, splits), programs * segments if splits > 1 else 0
+    else:
+        grid, partial = (places, num_kv_heads, 1), num_kv_heads * places
+    searched = 0
+    if num_tiles > (rows.num_rows if deterministic else 1):
+        searched = _FEW_ROWS if rows.num_rows <= _FEW_ROWS else rows_searched(rows.num_rows)
     pdl = use_pdl(q)
-    _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
+    _decode_attention_kernel[grid](
         q, kv, kv if scales is None else scales, sinks, last_visible, out, rows.slots, rows.starts, rows.q_starts,
         rows.tables,
-        torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
-        torch.empty(partial * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device), q.stride(0),
-        kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E,
+        torch.empty(partial * tile_rows * head_dim, dtype=torch.float32, device=q.device),
+        torch.empty(partial * tile_rows * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
+        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E,
         FORM=DecodeForm(
             block_size=block_size, head_dim=head_dim, group=group, tile_tokens=tile_tokens,
-            num_rows=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0, segment=segment,
-            fixed=deterministic, window=window, first_key=first_key, soft_cap=soft_cap, scales=scaling(scales),
-            rows=tile_rows, block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
+            num_rows=searched, least_segment=_FIXED_SEGMENT if deterministic else block_n, fixed=deterministic,
+            window=window, first_key=first_key, soft_cap=soft_cap, scales=scaling(scales), rows=tile_rows,
+            block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
             merge=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))), eager=eager, lowest=-1e30, pdl=pdl,
         ),
         num_warps=warps, num_stages=stages, **{"launch_pdl": True} if pdl else {},
@@ -368,14 +357,3 @@ def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, sc
     if block_d == 128:
         return 64, 2 if deterministic else 4, 3
     return (64, 4, 3) if eager else (64, 2, 5)
-
-
-@cache
-def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Arrival counters, zero between launches. Split tiles times kv heads do not exceed them."""
-    return torch.zeros(4 * num_sms(device), dtype=torch.int32, device=device)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.attention.decode_attention import merge, num_sms, store_segment
 from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
@@ -33,6 +32,7 @@ from runtime.kernels.attention.paged_attention import (
     rows_searched,
     softmax_step,
 )
+from runtime.kernels.attention.segments import merge, num_sms, store_segment
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode

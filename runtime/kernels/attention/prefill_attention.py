@@ -4,9 +4,8 @@ A program takes a tile of consecutive tokens with one kv head's query heads, whi
 reads. It walks over the row's positions, and masks only the last ones, which some of its tokens do not see. The grid
 runs from the last row's last tile to the first row's first tile, so the longest walks start first.
 
-In steps with few tokens, tiles alone would leave most of the GPU idle. Different programs then walk over position
-segments, and a tile's last program merges them, as in decode attention. The segment length spreads the step's
-work over all programs that run at a time. The device computes it, because a captured launch does not know its rows.
+Few tiles would leave programs idle in the last wave. Different programs then walk over segments of positions, and a
+tile's last program merges them (segments.py).
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.attention.decode_attention import (
-    arrival_counters,
-    arrives_last,
-    decode_attention,
-    merge_segments,
-    num_sms,
-    store_segment,
-)
+from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
     AttentionForm,
@@ -36,11 +28,21 @@ from runtime.kernels.attention.paged_attention import (
     rows_searched,
     token_scales,
 )
+from runtime.kernels.attention.segments import (
+    arrival_counters,
+    arrives_last,
+    find_segment,
+    merge_segments,
+    num_sms,
+    store_segment,
+)
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _LEAST_SEGMENT = 256  # positions: a walk then outweighs storing and merging its result
-_PROGRAMS_PER_SM = 2  # programs that run at a time
+_MOST_PIECES, _MOST_WAVES = 16, 4  # segments of a tile, and waves of programs with them
+_LEAST_GAIN = 0.9  # the longest time with segments, as a part of that without them
+_LEAST_WINDOW = 1024  # positions
 _MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time
 _MERGED_DIMS = 64  # the same for wide heads, dimensions of one segment
 
@@ -54,7 +56,7 @@ class PrefillForm(NamedTuple):
     group: int  # query heads per kv head
     tile_tokens: int  # block_m // group
     num_rows: int  # power of two, at least num_rows
-    shared: int  # programs that share a step's work if it has fewer tiles; 0 for one program a tile
+    is_cut: bool  # tiles are cut into segments
     least_segment: int  # positions, a multiple of `block_n`
     window: int
     first_key: int
@@ -68,7 +70,7 @@ class PrefillForm(NamedTuple):
     pdl: bool
 
 
-@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
+@jit(do_not_specialize=["num_rows", "pieces"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
@@ -80,23 +82,24 @@ def _prefill_attention_kernel(
     starts_ptr,
     q_starts_ptr,
     tables_ptr,
-    acc_ptr,  # [SHARED, BLOCK_M, HEAD_DIM] fp32, each segment's result
-    sums_ptr,  # [SHARED, 2, BLOCK_M] fp32, its highest score and its sum of weights
-    counters_ptr,  # [SHARED] int32 zeros
+    acc_ptr,  # [num_kv_heads, places, BLOCK_M, HEAD_DIM] fp32, each segment's result
+    sums_ptr,  # [num_kv_heads, places, 2, BLOCK_M] fp32, its highest score and its sum of weights
+    counters_ptr,  # [num_kv_heads, places] int32 zeros
     q_stride,
     kv_stride,  # elements between k and v
     head_stride,  # elements between kv heads
     table_stride,
     num_rows,
+    pieces,  # segments of the longest walk
     scale_log2,
     FORM: tl.constexpr,  # `PrefillForm`
 ):
-    if FORM.shared:
+    if FORM.is_cut:
         kv_head, place = tl.program_id(0) % FORM.num_kv_heads, tl.program_id(0) // FORM.num_kv_heads
-        row, row_tile, segment, segment_len = _find_segment(
-            q_starts_ptr, starts_ptr, place, num_rows, FORM.tile_tokens, FORM.num_rows,
-            FORM.shared // FORM.num_kv_heads, FORM.least_segment, FORM.window, FORM.block_n,
-        )  # fmt: skip
+        num_places = tl.num_programs(0) // FORM.num_kv_heads
+        row, row_tile, segment, segment_len = find_segment(
+            q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, FORM
+        )
     else:
         place = tl.num_programs(0) - 1 - tl.program_id(0)
         kv_head, tile = FORM.num_kv_heads - 1 - place % FORM.num_kv_heads, place // FORM.num_kv_heads
@@ -120,7 +123,7 @@ def _prefill_attention_kernel(
     if FORM.window > 0:
         begin = tl.maximum(start - FORM.window + 1, 0) // FORM.block_n * FORM.block_n
         seen_by_all = begin  # windows are masked throughout
-    if FORM.shared:  # the compiler infers from products with BLOCK_N that places in a block lie in a row
+    if FORM.is_cut:  # the compiler infers from products with BLOCK_N that places in a block lie in a row
         segments = tl.cdiv(end - begin, segment_len)
         if segment >= segments:
             return
@@ -163,9 +166,9 @@ def _prefill_attention_kernel(
         q, q_positions, last_visible, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end, m, total, acc,
         scale_log2, FORM, True,
     )  # fmt: skip
-    if FORM.shared:  # noqa: SIM102  # a constant, without which the names below are unknown
+    if FORM.is_cut:  # noqa: SIM102  # a constant, without which the names below are unknown
         if segments > 1:
-            place += kv_head * (FORM.shared // FORM.num_kv_heads)
+            place += kv_head * num_places
             used = lanes < count * FORM.group
             store_segment(
                 acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, FORM.block_m, FORM.head_dim
@@ -180,7 +183,7 @@ def _prefill_attention_kernel(
                 )  # fmt: skip
                 return
             m, total, acc = merge_segments(
-                acc_ptr, sums_ptr, place, segments, count * FORM.group, FORM.block_m, FORM.head_dim, FORM.block_d,
+                acc_ptr, sums_ptr, place, segments, 1, count * FORM.group, FORM.block_m, FORM.head_dim, FORM.block_d,
                 FORM.merge, -1e30,
             )  # fmt: skip
     total = add_sinks(
@@ -229,54 +232,6 @@ def _store_merged(
         tl.store(out_at + dims, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
 
-@jit
-def _find_segment(
-    q_starts_ptr,
-    starts_ptr,
-    place,
-    num_rows,
-    TILE_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,  # power of two, at least num_rows
-    PROGRAMS: tl.constexpr,  # programs that share one kv head's work
-    LEAST_SEGMENT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(row, its tile, the tile's segment, positions per segment) for the place-th segment. A place that is not
-    needed has its tile beyond the row's last.
-
-    A tile counts with the walk of its row's last token. With the walks' sum W and T tiles, there are at most
-    PROGRAMS segments with W / (PROGRAMS - T) positions, rounding included. Where tiles are too many, none is cut."""
-    rows = tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
-    q_starts = tl.load(q_starts_ptr + rows, mask=is_row, other=0)
-    counts = tl.load(q_starts_ptr + 1 + rows, mask=is_row, other=0) - q_starts
-    tiles, walks = tl.cdiv(counts, TILE_TOKENS), _walk(starts + counts, TILE_TOKENS, WINDOW, BLOCK_N)
-    both = tl.sum((tiles.to(tl.int64) << 32) + tiles * walks)  # two sums, for one meeting of the threads
-    num_tiles, work = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
-    spare = PROGRAMS - num_tiles
-    most = tl.where(spare > 0, tl.maximum(tl.cdiv(work, tl.maximum(spare, 1)), LEAST_SEGMENT), 1 << 30)
-    ends = tl.cumsum(tiles * tl.cdiv(walks, most))
-    # The last row that begins at this place or before, and where: again two at once.
-    before = (ends <= place) & (rows < num_rows - 1)
-    both = tl.max(tl.where(before, ((rows + 1).to(tl.int64) << 32) + ends, 0))
-    row, first = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
-    walk = _walk(tl.load(starts_ptr + row) + tl.load(q_starts_ptr + row + 1) - tl.load(q_starts_ptr + row),
-                 TILE_TOKENS, WINDOW, BLOCK_N)  # fmt: skip
-    segments = tl.maximum(tl.cdiv(walk, most), 1)
-    segment_len = tl.cdiv(tl.cdiv(walk, segments), BLOCK_N) * BLOCK_N  # a row's segments are equally long
-    return row, (place - first) // segments, (place - first) % segments, segment_len
-
-
-@jit
-def _walk(length, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """An upper bound for the positions that the last tile walks over in a row with this length."""
-    if WINDOW > 0:
-        length = tl.minimum(length, WINDOW + TILE_TOKENS + BLOCK_N)
-    return length
-
-
 def prefill_attention(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
@@ -298,31 +253,28 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    short = min(rows.num_tokens, rows.max_len) <= 1024
-    block_m, block_n, options = _tile(block_d, q.dtype, short, scaling(scales))
+    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len) <= 1024, scaling(scales))
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
-    places = rows.num_tokens // tile_tokens + rows.num_rows
-    shared = _PROGRAMS_PER_SM * num_sms(q.device)
-    # Split only where tiles leave programs idle. A quantized cache was not measured. A tile's walk is not known where
-    # an image's tokens see each other.
-    tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
-    if block_d > 128 and 2 * tiles > shared:
-        shared *= 2  # a wide head's walk is long: two programs that one multiprocessor runs in turn are worth it
+    capacity = (1 if block_d > 128 else 2) * num_sms(q.device)  # programs that run at a time
+    tiles, pieces = rows.num_tokens // tile_tokens, 1
+    # A quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
     last_visible = rows.last_visible if whole_images else None
-    if 2 * tiles > shared or not short or block_d > 256 or scales is not None or last_visible is not None:
-        shared = 0
+    if block_d <= 256 and scales is None and last_visible is None and not 0 < window < _LEAST_WINDOW:
+        pieces = _pieces(num_kv_heads * max(1, tiles), capacity)
+    places = (tiles + rows.num_rows) * pieces
+    partial = num_kv_heads * places * block_m if pieces > 1 else 0
     pdl = use_pdl(q)
     # One grid dimension: the others hold no more than 65,535 places each.
-    _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
+    _prefill_attention_kernel[(num_kv_heads * places,)](
         q, kv, kv if scales is None else scales, sinks, last_visible, out, rows.slots, rows.starts, rows.q_starts,
         rows.tables,
-        torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
-        torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
-        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
+        torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
+        torch.empty(partial * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
+        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, pieces, scale * LOG2_E,
         FORM=PrefillForm(
             block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, tile_tokens=tile_tokens,
-            num_rows=rows_searched(rows.num_rows), shared=shared, least_segment=_LEAST_SEGMENT, window=window,
+            num_rows=rows_searched(rows.num_rows), is_cut=pieces > 1, least_segment=_LEAST_SEGMENT, window=window,
             first_key=first_key, soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n,
             block_d=block_d, merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
             merged_dims=_MERGED_DIMS if block_d > 128 else 0, pdl=pdl,
@@ -330,6 +282,14 @@ def prefill_attention(
         **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
     return out
+
+
+def _pieces(tiles: int, capacity: int) -> int:
+    """Segments of a long walk for the shortest time, if `capacity` programs run at a time; 1 if cuts gain little."""
+    counts = range(1, max(2, min(_MOST_PIECES, _MOST_WAVES * capacity // tiles) + 1))
+    waves = {count: -(-tiles * count // capacity) / count for count in counts}
+    best = min(waves, key=lambda count: (round(waves[count], 2), count))
+    return best if waves[best] < _LEAST_GAIN * waves[1] else 1
 
 
 def attention_triton(
@@ -363,7 +323,7 @@ def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[i
             return 64, 16, {"num_warps": 8, "num_stages": 3}
         return 32, 32, {"num_warps": 8, "num_stages": 2}
     if block_d > 128:
-        return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
+        return 128, 64, {"num_warps": 8, "num_stages": 2}
     if block_d == 128 and scales == "token":
         return 64, 128, {"num_warps": 4, "num_stages": 2}
     if block_d == 128 and scales == "head" and not short:

@@ -1,0 +1,150 @@
+"""A launch's tiles, cut into segments of positions for different programs, and the merge of their results.
+
+Rows differ in length: one conversation with 70,000 tokens may share a step with chats. So the longest rows are cut into
+more segments than the others, and short ones are not cut. Each program finds its segment itself, because a captured
+launch does not know its rows. A tile's last program merges its segments in their order. Arrival counters return to
+zero, so a captured launch can be replayed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from runtime.kernels.triton_language import INTERPRETED, jit, tl
+
+MOST_PLACES = 1 << 16  # segments in a launch
+NUM_COUNTERS = tl.constexpr(MOST_PLACES)  # of segments; those of groups follow
+SEGMENTS = tl.constexpr(32)  # segments that are merged at once. A tile has more only if each has _LEAST positions
+GROUP = tl.constexpr(16)  # segments in a group of such a tile
+_LEAST = tl.constexpr(512)
+
+
+@jit
+def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, FORM: tl.constexpr):
+    """(row, its tile, the tile's segment, positions per segment) for the place-th program. A
+    program that is not needed has its tile beyond the row's last.
+
+    A tile counts with the walk of its row's last token. The longest walk is cut into `pieces`. If these are 0, all of
+    them are cut into at most `num_places` segments: with the walks' sum W and T tiles, ceil(W / (num_places - T + 1))
+    positions each are few enough, since a tile wastes less than a segment."""
+    rows = tl.arange(0, FORM.num_rows)
+    is_row = rows < num_rows
+    starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
+    q_starts = tl.load(q_starts_ptr + rows, mask=is_row, other=0)
+    counts = tl.load(q_starts_ptr + 1 + rows, mask=is_row, other=0) - q_starts
+    tiles, walks = tl.cdiv(counts, FORM.tile_tokens), _walk(starts + counts, FORM)
+    longest = tl.max(tl.where(counts > 0, walks, 1))
+    most = longest
+    if pieces > 0:
+        most = tl.cdiv(longest, pieces)
+    else:
+        both = tl.sum((tiles.to(tl.int64) << 40) + tiles.to(tl.int64) * walks)  # two sums, for one meeting of threads
+        spare = tl.maximum(num_places - (both >> 40).to(tl.int32), 0) + 1
+        most = tl.cdiv(both & ((1 << 40) - 1), spare).to(tl.int32)
+    most = segment_length(most, longest, FORM)
+    ends = tl.cumsum(tiles * tl.cdiv(walks, most))
+    # The last row that begins at this place or before, and where: two at once.
+    before = (ends <= place) & (rows < num_rows - 1)
+    both = tl.max(tl.where(before, ((rows + 1).to(tl.int64) << 32) + ends, 0))
+    row, first = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
+    length = tl.load(starts_ptr + row) + tl.load(q_starts_ptr + row + 1) - tl.load(q_starts_ptr + row)
+    segments = tl.maximum(tl.cdiv(_walk(length, FORM), most), 1)
+    segment_len = tl.cdiv(tl.cdiv(_walk(length, FORM), segments), FORM.block_n) * FORM.block_n
+    return row, (place - first) // segments, (place - first) % segments, segment_len
+
+
+@jit
+def segment_length(length, longest, FORM: tl.constexpr):
+    """Positions for a segment with at least `length` of them, if the longest walk is cut alike."""
+    least = tl.maximum(tl.minimum(tl.cdiv(longest, SEGMENTS), _LEAST), FORM.least_segment)
+    return tl.maximum(tl.cdiv(length, FORM.block_n) * FORM.block_n, least)
+
+
+@jit
+def _walk(length, FORM: tl.constexpr):
+    """An upper bound for the positions that the last tile walks over in a row with this length."""
+    if FORM.window > 0:
+        length = tl.minimum(length, FORM.window + FORM.tile_tokens + FORM.block_n)
+    return length
+
+
+@jit
+def store_segment(
+    acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Store a segment's result for the program that merges."""
+    sums_at = sums_ptr + place * (2 * ROWS) + lanes
+    tl.store(sums_at, m, mask=used)
+    tl.store(sums_at + ROWS, total, mask=used)
+    tl.store(acc_ptr + place * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :], acc, mask=whole)
+
+
+@jit
+def arrives_last(counter, num_programs):
+    """True in the last of `num_programs` programs, which sees the others' stores. Clears the counter."""
+    tl.debug_barrier()  # this program's stores come before its arrival
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@jit
+def merge_segments(
+    acc_ptr, sums_ptr, place, segments, stride, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, MERGE: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """(highest score, weight sum, weighted value sum) over segments from `place` on, `stride` places apart, in order,
+    MERGE at a time."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sums_at = sums_ptr + place * (2 * ROWS) + rows
+    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+    for first in range(0, segments, MERGE):
+        for i in tl.static_range(MERGE):  # their loads are in flight together
+            here = rows < tl.where(first + i < segments, num_used, 0)
+            other_m = tl.load(sums_at + i * stride * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
+            other_total = tl.load(sums_at + i * stride * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
+            there = here[:, None] & (dims < HEAD_DIM)[None, :]
+            other_acc = tl.load(acc_at + i * stride * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
+            m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        sums_at += MERGE * stride * 2 * ROWS
+        acc_at += MERGE * stride * ROWS * HEAD_DIM
+    return m, total, acc
+
+
+@jit
+def merge_group(acc_ptr, sums_ptr, place, segments, num_used, FORM: tl.constexpr):
+    """Merge segments, and store their result in place of the first one's."""
+    m, total, acc = merge_segments(
+        acc_ptr, sums_ptr, place, segments, 1, num_used, FORM.rows, FORM.head_dim, FORM.block_d, FORM.merge, FORM.lowest
+    )
+    rows, dims = tl.arange(0, FORM.rows), tl.arange(0, FORM.block_d)
+    used = rows < num_used
+    whole = used[:, None] & (dims < FORM.head_dim)[None, :]
+    store_segment(acc_ptr, sums_ptr, place, m, total, acc, rows, dims, used, whole, FORM.rows, FORM.head_dim)
+
+
+@jit
+def merge(m, total, acc, other_m, other_total, other_acc):
+    """Merge results over different positions; explicit fma, so that it rounds alike wherever it is inlined."""
+    top = tl.maximum(m, other_m)
+    weight = tl.exp2(m - top)
+    other_weight = tl.exp2(other_m - top)
+    total = tl.fma(total, weight, other_total * other_weight)
+    acc = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), other_acc * other_weight[:, None])
+    return top, total, acc
+
+
+@cache
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """Arrival counters of segments and then of groups, zero between launches."""
+    return torch.zeros(2 * MOST_PLACES, dtype=torch.int32, device=device)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
