@@ -54,7 +54,6 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 _TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
 _MAX_SPLITS = 32  # in deterministic mode
-_SHORTCUT = True
 _FEW_ROWS = 32  # fewer rows are searched in less time
 _MERGED_ELEMENTS = 8192  # fp32 elements in partial results that are loaded at a time
 
@@ -83,7 +82,7 @@ class DecodeForm(NamedTuple):
     pdl: bool
 
 
-@jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
+@jit(do_not_specialize=["num_rows", "num_segments", "num_slots"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
@@ -104,17 +103,17 @@ def _decode_attention_kernel(
     table_stride,
     num_rows,
     num_segments,  # most per tile with `fixed`
+    num_slots,  # programs per kv head that run at a time; not used with `fixed`
     scale_log2,
     FORM: tl.constexpr,  # `DecodeForm`
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
-    num_places = tl.num_programs(0)
-    row, row_tile, place = 0, 0, tile
+    row, row_tile = 0, 0
     if FORM.num_rows and FORM.fixed:
         row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
     elif FORM.num_rows:
-        row, row_tile, split, segment_len = find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, 0, FORM)
+        row, row_tile, split, segment_len = find_segment(q_starts_ptr, starts_ptr, tile, num_rows, num_slots, 0, FORM)
     elif FORM.fixed:
         row = tile
     else:
@@ -138,8 +137,11 @@ def _decode_attention_kernel(
         origin = lowest // FORM.least_segment * FORM.least_segment
         segment_len = FORM.least_segment
     elif not FORM.num_rows:
-        segment_len = segment_length(tl.cdiv(length - origin, num_places), length - origin, FORM)
+        segment_len = segment_length(tl.cdiv(length - origin, num_slots), length - origin, FORM)
     segments = tl.cdiv(length - origin, segment_len)
+    if not FORM.fixed:  # noqa: SIM102  # idle programs make way
+        if (count <= 0) | (split >= segments):
+            return
     begin = origin + split * segment_len
     offsets = tl.arange(0, FORM.block_n)
     if FORM.eager:  # requests the first tile, but for what this step's tokens put there
@@ -157,8 +159,9 @@ def _decode_attention_kernel(
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if (count <= 0) | (split >= segments):
-        return
+    if FORM.fixed:  # noqa: SIM102  # see above
+        if (count <= 0) | (split >= segments):
+            return
 
     lanes = tl.arange(0, FORM.block_m)
     dims = tl.arange(0, FORM.block_d)
@@ -182,7 +185,7 @@ def _decode_attention_kernel(
         own_place = place + split
     else:
         alone = segments == 1
-        own_place = kv_head * num_places + place
+        own_place = kv_head * tl.num_programs(0) + tile
         place = own_place - split
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
     total = first_total(last_visible, FORM)
@@ -299,8 +302,6 @@ def decode_attention(
     block_d = next_power_of_2(head_dim)
     per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
     capacity = per_sm * num_sms(q.device)
-    if _SHORTCUT and block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
-        deterministic = True  # enough rows without splits: the fixed form compiles to faster code
     if deterministic or block_d > 256:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows
@@ -308,10 +309,10 @@ def decode_attention(
         tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
     tile_rows = next_power_of_2(tile_tokens * group)
     programs, slots = num_tiles * num_kv_heads, max(1, capacity // num_kv_heads)
-    places = (num_tiles // slots + 1) * slots  # segments per kv head
+    places = num_tiles + slots if num_tiles > 1 else slots  # segments per kv head
     deterministic |= num_kv_heads * places > MOST_PLACES
     eager = 2 * programs <= capacity and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
-    block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
+    block_n, options = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
     # Rows of one token end images; only a deterministic step computes long rows here.
     last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None
     segments = 0
@@ -333,7 +334,7 @@ def decode_attention(
         rows.tables,
         torch.empty(partial * tile_rows * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(partial * tile_rows * 2, dtype=torch.float32, device=q.device), arrival_counters(q.device),
-        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E,
+        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, segments, slots, scale * LOG2_E,
         FORM=DecodeForm(
             block_size=block_size, head_dim=head_dim, group=group, tile_tokens=tile_tokens,
             num_rows=searched, least_segment=_FIXED_SEGMENT if deterministic else block_n, fixed=deterministic,
@@ -341,19 +342,23 @@ def decode_attention(
             block_m=max(tile_rows, _TILE_ROWS), block_n=block_n, block_d=block_d,
             merge=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))), eager=eager, lowest=-1e30, pdl=pdl,
         ),
-        num_warps=warps, num_stages=stages, **{"launch_pdl": True} if pdl else {},
+        **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages), as measured on an H200. For 512-wide heads they fit its registers."""
+def _tile(
+    block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str
+) -> tuple[int, dict[str, int]]:
+    """(positions a tile, launch options), as measured on an H200. For 512-wide heads they fit its registers."""
     if block_d > 256 and dtype != torch.float32:
-        return 32, 8, 3
+        return 32, {"num_warps": 8, "num_stages": 3}
     if dtype == torch.float32 or block_d > 128:
-        return 32, 4, 3
+        return 32, {"num_warps": 4, "num_stages": 3}
     if block_d == 128 and scales != "none" and not eager and not deterministic:
-        return (128, 2, 4) if scales == "head" else (64, 2, 3)
+        return (128, {"num_warps": 2, "num_stages": 4}) if scales == "head" else (64, {"num_warps": 2, "num_stages": 3})
+    if block_d == 128 and eager and scales == "none":  # three programs share an SM's registers
+        return 64, {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     if block_d == 128:
-        return 64, 2 if deterministic else 4, 3
-    return (64, 4, 3) if eager else (64, 2, 5)
+        return 64, {"num_warps": 2 if deterministic else 4, "num_stages": 3}
+    return 64, {"num_warps": 4, "num_stages": 3} if eager else {"num_warps": 2, "num_stages": 5}

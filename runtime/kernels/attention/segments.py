@@ -21,13 +21,15 @@ _LEAST = tl.constexpr(512)
 
 
 @jit
-def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, FORM: tl.constexpr):
+def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM: tl.constexpr):
     """(row, its tile, the tile's segment, positions per segment) for the place-th program. A
     program that is not needed has its tile beyond the row's last.
 
-    A tile counts with the walk of its row's last token. The longest walk is cut into `pieces`. If these are 0, all of
-    them are cut into at most `num_places` segments: with the walks' sum W and T tiles, ceil(W / (num_places - T + 1))
-    positions each are few enough, since a tile wastes less than a segment."""
+    A tile counts with the walk of its row's last token. The longest walk is cut into `pieces`. If these are 0,
+    `num_slots` programs run at a time, and all T tiles, whose walks' sum is W, are cut for them. Segments of
+    ceil(W / (P - T + 1)) positions are at most P, since a tile wastes less than a segment. P fills the last wave that T
+    tiles need. If one walk outweighs the others, such a wave is much longer than W / num_slots. Segments then have that
+    many positions, and are at most T + num_slots."""
     rows = tl.arange(0, FORM.num_rows)
     is_row = rows < num_rows
     starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
@@ -40,8 +42,10 @@ def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, 
         most = tl.cdiv(longest, pieces)
     else:
         both = tl.sum((tiles.to(tl.int64) << 40) + tiles.to(tl.int64) * walks)  # two sums, for one meeting of threads
-        spare = tl.maximum(num_places - (both >> 40).to(tl.int32), 0) + 1
-        most = tl.cdiv(both & ((1 << 40) - 1), spare).to(tl.int32)
+        num_tiles, work = (both >> 40).to(tl.int32), both & ((1 << 40) - 1)
+        most = tl.cdiv(work, num_slots - num_tiles % num_slots + 1).to(tl.int32)
+        even = tl.cdiv(work, num_slots).to(tl.int32)
+        most = tl.where(tl.minimum(most, longest) > 2 * even, even, most)
     most = segment_length(most, longest, FORM)
     ends = tl.cumsum(tiles * tl.cdiv(walks, most))
     # The last row that begins at this place or before, and where: two at once.
