@@ -17,9 +17,9 @@ from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 
 # Without a target, the larger of two times: this many decode steps, or this share of the prompt tokens' time. The
-# share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts. It may
-# always take _CALM_US: streams are still faster than reading then.
-_AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.044e6
+# share takes at most _AUTO_US, since the decoding rows wait meanwhile, and less if these outnumber the prompts. A whole
+# step may always take _CALM_US: streams are still faster than reading then.
+_AUTO_STEPS, _AUTO_SHARE, _AUTO_US, _CALM_US = 4.0, 0.35, 0.3e6, 0.057e6
 # Tokens that add this share to the fixed time are computed even where a target allows none.
 _FREE_SHARE = 0.25
 # Longest step without decoding rows. A request that arrives meanwhile waits for its end.
@@ -202,7 +202,7 @@ class StepPacing(Extra):
             most_us = self._max_us - decode_us
         else:
             share_us = fixed_us + max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
-            longest_us = max(_CALM_US, _AUTO_US * min(1.0, num_prompts / num_decoding))
+            longest_us = max(_CALM_US - decode_us, _AUTO_US * min(1.0, num_prompts / num_decoding))
             most_us = max(_AUTO_STEPS * decode_us, min(share_us, longest_us))
         total = num_decoding + prompts.count_in(most_us, known_us)
         multiple = next(multiple for multiple, end in _MULTIPLES if total < end)

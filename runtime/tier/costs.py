@@ -22,15 +22,19 @@ class Costs:
     """Measures loads, one after another or several at once."""
 
     def __init__(
-        self, device: str, clock: Callable[[], float], prefill_rate: Callable[[], float], load_rate: float = 0.0
+        self,
+        device: str,
+        clock: Callable[[], float],
+        prefill_rate: Callable[[], float],
+        first_rate: Callable[[], float] | None = None,
     ) -> None:
         """`prefill_rate` returns the measured prompt tokens per second; 0 before the first estimate.
 
-        `load_rate` is the bytes per second before the first load; 0 for the device's usual rate from RAM."""
+        `first_rate` returns the bytes per second without recent loads; None for the device's usual rate from RAM."""
         self._clock, self._measured_prefill = clock, prefill_rate
         self._share = float(os.environ.get("CALLBOARD_TIER_SHARE") or _SHARE)
-        self._prefill_prior, self._load_prior = _PRIORS["cpu" if device == "cpu" else "cuda"]
-        self._load_prior = load_rate or self._load_prior
+        self._prefill_prior, load_prior = _PRIORS["cpu" if device == "cpu" else "cuda"]
+        self._first_rate = first_rate or (lambda: load_prior)
         self._samples: deque[tuple[float, float]] = deque(maxlen=_NUM_SAMPLES)  # time, bytes per second
         self._ended_at = 0.0  # the last load's end
 
@@ -44,7 +48,7 @@ class Costs:
         """Bytes per second, each rank's own."""
         while self._samples and self._clock() - self._samples[0][0] > _KEPT_S:
             self._samples.popleft()
-        return median(rate for _, rate in self._samples) if self._samples else self._load_prior
+        return median(rate for _, rate in self._samples) if self._samples else self._first_rate()
 
     def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
         """Return True if these bytes are loaded sooner than their tokens are computed."""

@@ -40,7 +40,7 @@ class Disk(Index):
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[bytes, int, float]] = []
-        self.num_ended, self.is_busy = 0, False
+        self.num_ended, self.is_busy, self.read_rate = 0, False, 0.0
 
     def request(self, keys: bytes, salt: int, expires: float = 0) -> int:
         if self.is_busy:
@@ -63,9 +63,9 @@ class Clock:
 class Rig:
     """An engine with DiskReads. Its disk has all blocks of PROMPT."""
 
-    def __init__(self, prefill_rate: float = 10.0) -> None:
+    def __init__(self, prefill_rate: float = 10.0, slot_bytes: int = 4096) -> None:
         config = EngineConfig(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64)
-        info = replace(model_info(max_len=400, blocks=400), tier=TIER)
+        info = replace(model_info(max_len=400, blocks=400), tier=replace(TIER, slot_bytes=slot_bytes))
         self.ram, self.disk, self.clock = Index(), Disk(), Clock()
         self.reads = DiskReads(info, self.ram, self.disk, self.clock, lambda: prefill_rate, least_tokens=16)
         self.core = EngineCore(config, info, FakeRunner(config, info), [self.reads, *extras_of(config, info)])
@@ -163,3 +163,13 @@ def test_blocks_are_computed_if_that_is_quicker(naps, monkeypatch):
     rig.core.add(request("a"))
     assert rig.run() == sequential(request("a"), 400)[0]
     assert rig.disk.requests == []
+
+
+@pytest.mark.parametrize(("read_rate", "num_requests"), [(0.0, 0), (0.5e9, 0), (6e9, 1)])
+def test_a_fast_disk_is_read_before_any_load_was_measured(naps, monkeypatch, read_rate, num_requests):
+    """72 tokens take 2.4 s to compute, and their 1.2 GB 0.2 s to read at 6 GB/s."""
+    monkeypatch.delenv("CALLBOARD_TIER_SHARE")
+    rig = Rig(prefill_rate=30.0, slot_bytes=64 << 20)
+    rig.disk.read_rate = read_rate
+    rig.core.add(request("a"))
+    assert len(rig.disk.requests) == num_requests

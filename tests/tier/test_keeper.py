@@ -247,6 +247,13 @@ def test_a_keeper_fills_the_disk_and_a_new_region(tmp_path, ram, engine_disk):
     again.close()
 
 
+def test_the_rate_is_measured_once_the_disk_has_entries(monkeypatch, ram, engine_disk):
+    monkeypatch.setattr("runtime.tier.disk.rate.LEAST_BYTES", 50 * ram.slot_bytes)
+    assert engine_disk.read_rate == 0
+    store(ram, keys_of(*range(100)))
+    until(lambda: engine_disk.read_rate > 0)
+
+
 def test_long_requests_are_divided(ram, engine_disk):
     keys = np.random.default_rng(0).bytes(16 * 10_000)
     number = 0

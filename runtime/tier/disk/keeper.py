@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from runtime import start
 from runtime.base.model_info import TierInfo
+from runtime.tier.disk.rate import read_rate
 from runtime.tier.region import Region, RegionBusy
 from runtime.tier.region_files import descriptor
 from runtime.tier.sums import payload_sums
@@ -59,11 +60,14 @@ class Disk:
         self._arguments = json.dumps(
             [ram.folder, str(self._region.folder), ram.layout, ram.num_slots, ram.slot_bytes, ram.num_ranks, write_rate]
         )
+        self.read_rate = 0.0  # bytes per second of each rank; 0 until there are entries to measure it
         self._last = self._ended = 0  # the last request, and the last one that has ended
         self._closing = threading.Event()
         self._start()
         arguments = weakref.ref(self), self._process, self._closing
         threading.Thread(target=_keep_alive, args=arguments, name="tier-keeper", daemon=True).start()
+        measured = weakref.ref(self), self._region.folder, ram, self._closing
+        threading.Thread(target=_measure, args=measured, name="tier-disk-rate", daemon=True).start()
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys are READY on disk [n]."""
@@ -130,6 +134,18 @@ def _keep_alive(disk: weakref.ref[Disk], process: subprocess.Popen[bytes], closi
             return
         process = found.replace(code)
         del found
+
+
+def _measure(disk: weakref.ref[Disk], folder: Path, ram: TierInfo, closing: threading.Event) -> None:
+    """Measure how fast a Disk is read, once it has enough entries."""
+    region = Region.open(folder, ram.layout, None, ram.slot_bytes, ram.num_ranks)
+    bypass_cache(region)
+    with contextlib.suppress(OSError), contextlib.closing(region):
+        while disk() is not None and not (rate := read_rate(region)):
+            if closing.wait(_PASS_S):
+                return
+        if (found := disk()) is not None:
+            found.read_rate = rate
 
 
 def keeper_main(

@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 _MOST_S = 30.0  # a request then goes on without the disk's blocks
 _POLL_S = 0.001
-_FIRST_RATE = 0.5e9  # bytes a second, before the first read is measured
+_FIRST_RATE = 0.5e9  # bytes a second, while the disk's rate is unknown
 
 
 class DiskIndex(Protocol):
     """The entries on disk (keeper.py)."""
+
+    read_rate: float  # bytes per second, or 0 while it is unknown
 
     def find(self, keys: bytes) -> NDArray[np.bool_]:
         """Return which keys are on disk [n]."""
@@ -86,7 +88,7 @@ class DiskReads(Extra):
         assert info.tier is not None
         self._tier, self._ram, self._disk, self._clock = info.tier, ram, disk, clock
         self._least_tokens = least_tokens
-        self._costs = Costs(info.device, clock, prefill_rate, _FIRST_RATE)
+        self._costs = Costs(info.device, clock, prefill_rate, lambda: disk.read_rate or _FIRST_RATE)
         self._reads: dict[RequestState, _Read] = {}
         self._figures = {"tier_disk_tokens": 0.0, "tier_disk_bytes": 0.0}
 
