@@ -1,7 +1,7 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
-    pytest --share 2/12    also the second twelfth of the others that need no GPU; CI runs one
+    pytest --share 2/20    also the second twentieth of the others that need no GPU; CI runs one
     pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
     python -m tests.selection   prints the tests that CI also runs with the oldest version of Ray
@@ -44,31 +44,43 @@ _WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_tier", 
 LEFT_OUT = {
     "gpu": "kernels on a CUDA device",
     "thorough": "more cases of what other tests cover",
-    "rotated": "run in turns, since they are many and alike",
+    "rotated": "run in turns, since they are many and alike, or long",
 }
 # file or folder -> n: each n-th of its tests runs always, and the others are rotated. The first that fits counts.
 # An odd n takes both values of a parameter with two, such as the backend.
 ONE_IN = {
+    "core/test_draft_under_faults.py": 3,
     "core/test_images.py": 3,
+    "core/test_speculation_policy.py": 5,
+    "core/test_step_pacing.py": 3,
     "grammar/test_free_names.py": 5,
+    "grammar/test_structured_engines.py": 5,
     "grammar/test_structured_schema.py": 5,
+    "grammar/test_structured_steps.py": 5,
     "grammar/test_white_space.py": 5,
-    "kernels/test_twins.py": 9,
-    "kernels": 5,
+    "kernels/test_states.py": 15,
+    "kernels/test_twins.py": 21,
+    "kernels": 9,
     "serve/test_costly_requests.py": 5,
     "serve/test_event_ids.py": 5,
     "serve/test_forced_calls.py": 5,
-    "serve/test_openapi.py": 9,
+    "serve/test_openapi.py": 25,
     "serve/test_special_marks.py": 5,
+    "serve/test_tool_call_formats.py": 5,
     "text/test_control_tokens.py": 5,
-    "browser": 7,
-    "heads": 7,
-    "media": 7,
-    "models": 7,
-    "processes": 7,
-    "tier": 5,
-    "triton": 7,
-    "updates": 7,
+    "text/test_own_templates.py": 5,
+    "text/test_text_stream.py": 5,
+    "benchmarks": 5,
+    "browser": 15,
+    "cpu_kernels": 5,
+    "heads": 15,
+    "media": 15,
+    "models": 15,
+    "ops": 5,
+    "processes": 15,
+    "tier": 9,
+    "triton": 15,
+    "updates": 15,
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.ray.process import SWITCH_INTERVAL_S
 from benchmarks.library.models import CONFIGS, head_of, spec_of, tower_of
 from benchmarks.library.ranks import RankGroupProcesses
 from runtime.assembly.engine import build_engine, speculation_of
@@ -83,6 +84,7 @@ class Engine:
     def __init__(
         self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None, paced: bool = False
     ) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # a server's processes do so, too
         self.config = config
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor

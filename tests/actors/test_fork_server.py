@@ -87,6 +87,7 @@ def test_a_forked_worker_equals_a_started_one(python: Python, tmp_path: Path):
         assert time.monotonic() < end
 
 
+@pytest.mark.rotated
 def test_other_commands_start_their_own_python(python: Python, tmp_path: Path):
     other = tmp_path / "agent.py"
     other.write_text(WORKER)

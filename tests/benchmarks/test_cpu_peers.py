@@ -88,6 +88,7 @@ def test_a_side_that_fails_shows_its_last_lines():
         Side("missing", {}, {})
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 def test_callboard_alone_gives_a_table(tmp_path):
     model, out = str(tmp_path / "tiny"), tmp_path / "lines.jsonl"

@@ -18,6 +18,7 @@ def served():
     server.close()
 
 
+@pytest.mark.rotated
 def test_the_dot_follows_the_server(visit, server):
     page = visit()
     dot = "getComputedStyle(document.getElementById('server'), '::before').backgroundColor"

@@ -43,6 +43,7 @@ class WindowSession(Session):
             self.most_held = max(self.most_held, len(window) - num_freed)
 
 
+@pytest.mark.rotated
 def test_blocks_outside_windows_are_freed():
     seen = Counter()
 

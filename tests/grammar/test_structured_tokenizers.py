@@ -100,6 +100,7 @@ def test_bytes_as_tokens_of_their_own(byte_fallback: Tokenizer, engine: str):
     assert now() == {1, 2, *spaces}  # both EOS ids, no padding
 
 
+@pytest.mark.rotated
 def test_a_real_vocabulary(smollm2_path: Path):
     """Valid instances as the model's tokenizer cuts them; both engines' masks at each token; no padding."""
     tokenizer = Tokenizer.load(smollm2_path)

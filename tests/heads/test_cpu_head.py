@@ -65,6 +65,7 @@ def answers(model, count, most=None):
     return found, core.scheduler.stats.preemptions
 
 
+@pytest.mark.rotated
 @pytest.mark.one_in(2)
 @pytest.mark.long
 @pytest.mark.parametrize("head", [{}, ASSISTED], ids=["mtp", "assistant"])

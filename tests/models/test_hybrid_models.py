@@ -16,6 +16,7 @@ COMPILED = pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
 
 
+@pytest.mark.rotated
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", ["delta", "conv"])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import pytest
 
 from actors.ray.environment import SINGLE_MACHINE, quiet_port
 
@@ -35,6 +36,7 @@ print(stats["steps"])
 """
 
 
+@pytest.mark.rotated
 def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):
     port = quiet_port()
     model = write_tiny_gguf(llama__context_length=1 << 18, llama__rope__freq_base=10000.0)

@@ -56,6 +56,7 @@ def answers(runner: RankedRunner) -> tuple[dict[str, list[Any]], EngineStats]:
     return found, core.scheduler.stats
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("qwen3.5-moe", marks=pytest.mark.thorough)])
 def test_two_ranks_have_the_same_answers_with_a_head(name: str, processes: RankProcesses, tmp_path: Path):
     folder = write(tmp_path / "first", name)

@@ -18,6 +18,7 @@ def wait_for_answer(url: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.rotated
 @pytest.mark.thorough
 def test_figures_reach_rays_own_exporter(ray_session):
     """Under the names of Ray's dashboard. Ray derives a histogram's sum from the middles of its buckets."""

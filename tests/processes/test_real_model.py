@@ -122,6 +122,7 @@ def test_structured_answers_fit_their_schema(url):
         )
 
 
+@pytest.mark.rotated
 def test_another_ray_job_streams_through_the_handle(url):
     import ray
 

@@ -74,6 +74,7 @@ def test_models_swap_if_memory_is_short(client):
         assert loaded(http) == {name}
 
 
+@pytest.mark.rotated
 def test_a_model_that_never_fits_is_refused(start: Callable[..., Server], tiny_path: Path):
     server = start("--idle-sleep", "1m", RAY_OVERRIDE_RESOURCES=json.dumps({"memory": 540_000_000}))
     assert server.wait(START_S) == 1

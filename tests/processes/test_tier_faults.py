@@ -139,6 +139,7 @@ def num_computed(engine: str) -> int:
     return stats["prompt_tokens"] - stats["prompt_tokens_cached"]
 
 
+@pytest.mark.rotated
 async def test_flipped_bits_are_found(tiered: Tiered):
     async with httpx.AsyncClient(base_url=tiered.url, timeout=300) as client:
         await tiered.fill(client)

@@ -24,6 +24,7 @@ def answers(folder) -> Answers:
     return Answers(str(folder), NUM_STREAMS, 20)
 
 
+@pytest.mark.rotated
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["runner killed", "front killed", "trainer killed"])
 async def test_faults_lose_no_token_in_updates(application, answers, fault):

@@ -322,6 +322,7 @@ def test_an_unreadable_tokenizer_is_reported_before_the_start(write_tiny_gguf):
 # ---- in process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotated
 def test_generate_and_chat_in_process(smollm2_path: Path):
     flags = ["--temperature", "0", "--num-threads", "2", "--kv-cache-memory", "0.1"]
     done = callboard("generate", "-", "--model", str(smollm2_path), "--max-tokens", "8", *flags, stdin="1, 2, 3, 4,")

@@ -92,6 +92,7 @@ def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
 # ---- callboard doctor -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 def test_the_doctor_reports_every_check_and_fix():
     with socket.create_server(("127.0.0.1", 0)) as closed:

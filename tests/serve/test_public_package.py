@@ -103,6 +103,7 @@ def test_a_child_process_finds_its_modules_in_any_folder(shadows: Path, monkeypa
         child.kill()
 
 
+@pytest.mark.rotated
 def test_generate_runs_in_any_folder(write_tiny_gguf, shadows: Path):
     model = str(write_tiny_gguf())
     flags = ["--model", model, "--max-tokens", "1", "--num-threads", "1", "--kv-cache-memory", "0.01"]

@@ -140,6 +140,7 @@ def test_rounds_of_a_head_with_taps_and_ids_of_its_own(runners):
     check(runners, several_rounds, ((1, 1), (4, 1), (4, 3)))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("runners", ["assistant", "centroids"], indirect=True)
 @pytest.mark.parametrize("graphs", [(), ((1, 1), (1, 4), (2, 2), (4, 1), (4, 3))])
 def test_rounds_of_assistants(runners, graphs):

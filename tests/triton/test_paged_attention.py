@@ -114,7 +114,7 @@ def test_groups_of_segments_are_merged_in_turn(monkeypatch, spans):
 
 @pytest.mark.parametrize(("num_short", "num_slots"), [(16, 66), (40, 49), (48, 49), (60, 20)])
 def test_a_long_row_among_short_ones_has_most_segments(num_short, num_slots):
-    """One program walked over all of it, or over as large a part as the programs of short rows."""
+    """One program walked over the whole row, or a few over large parts."""
     spans = [(1200, 1)] * (num_short // 2) + [(71_999, 1)] + [(1200, 1)] * (num_short - num_short // 2)
     used = _segments(spans, num_slots, 0, _Form(tile_tokens=1))
     work = sum(start + count for start, count in spans)

@@ -53,7 +53,7 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 
 _TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
-_MAX_SPLITS = 32  # in deterministic mode
+_MAX_SPLITS = 32  # a tile's programs in deterministic mode
 _FEW_ROWS = 32  # fewer rows are searched in less time
 _MERGED_ELEMENTS = 8192  # fp32 elements in partial results that are loaded at a time
 

@@ -40,7 +40,7 @@ from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _LEAST_SEGMENT = 256  # positions: a walk then outweighs storing and merging its result
-_MOST_PIECES, _MOST_WAVES = 16, 4  # segments of a tile, and waves of programs with them
+_MOST_PIECES, _MOST_WAVES = 16, 4  # a tile's segments, and waves of their programs
 _LEAST_GAIN = 0.9  # the longest time with segments, as a part of that without them
 _LEAST_WINDOW = 1024  # positions
 _MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time

@@ -1,4 +1,4 @@
-"""A launch's tiles, cut into segments of positions for different programs, and the merge of their results.
+"""Cuts a launch's tiles into segments for different programs, and merges their results.
 
 Rows differ in length: one conversation with 70,000 tokens may share a step with chats. So the longest rows are cut into
 more segments than the others, and short ones are not cut. Each program finds its segment itself, because a captured
@@ -14,7 +14,7 @@ import torch
 from runtime.kernels.triton_language import INTERPRETED, jit, tl
 
 MOST_PLACES = 1 << 16  # segments in a launch
-NUM_COUNTERS = tl.constexpr(MOST_PLACES)  # of segments; those of groups follow
+NUM_COUNTERS = tl.constexpr(MOST_PLACES)  # counters for segments; the groups' counters follow
 SEGMENTS = tl.constexpr(32)  # segments that are merged at once. A tile has more only if each has _LEAST positions
 GROUP = tl.constexpr(16)  # segments in a group of such a tile
 _LEAST = tl.constexpr(512)
@@ -25,11 +25,12 @@ def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, F
     """(row, its tile, the tile's segment, positions per segment) for the place-th program. A
     program that is not needed has its tile beyond the row's last.
 
-    A tile counts with the walk of its row's last token. The longest walk is cut into `pieces`. If these are 0,
-    `num_slots` programs run at a time, and all T tiles, whose walks' sum is W, are cut for them. Segments of
-    ceil(W / (P - T + 1)) positions are at most P, since a tile wastes less than a segment. P fills the last wave that T
-    tiles need. If one walk outweighs the others, such a wave is much longer than W / num_slots. Segments then have that
-    many positions, and are at most T + num_slots."""
+    A tile counts with the walk of its row's last token. `pieces` is the number of segments of the longest walk.
+
+    If it is 0, `num_slots` programs run at a time. With the walks' sum W and T tiles, segments of
+    ceil(W / (P - T + 1)) positions are at most P: a tile wastes less than a segment. P fills the last wave that T tiles
+    need. If one walk outweighs the others, that wave takes much longer than W / num_slots. This is then the segments'
+    length, and they are at most T + num_slots."""
     rows = tl.arange(0, FORM.num_rows)
     is_row = rows < num_rows
     starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
@@ -145,7 +146,7 @@ def merge(m, total, acc, other_m, other_total, other_acc):
 
 @cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Arrival counters of segments and then of groups, zero between launches."""
+    """Arrival counters for segments and then for groups, zero between launches."""
     return torch.zeros(2 * MOST_PLACES, dtype=torch.int32, device=device)
 
 
