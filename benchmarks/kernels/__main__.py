@@ -157,8 +157,8 @@ def main() -> None:
         if "attention" in args.only:
             mixer = attention_of(spec)
             heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-            seconds = decode_seconds(rows, _CONTEXT, heads)
-            moved = decode_bytes(rows, _CONTEXT, heads)
+            seconds = decode_seconds([_CONTEXT] * rows, heads)
+            moved = decode_bytes([_CONTEXT] * rows, heads)
             timed.append((f"decode_attention, {_CONTEXT} positions", seconds, moved, 0, None))
         for case in itertools.chain.from_iterable(parts[name](spec, rows) for name in parts if name in args.only):
             seconds = graph_seconds(case.launch, case.launches)

@@ -2,14 +2,16 @@
 
     python -m benchmarks.kernels.kernels_attention --decode 1x128 256x512 --prefill 8192 2048+8192 --heads 32x8x64
 
-A decode cell is ROWSxLENGTH, a prefill cell TOKENS or TOKENS+CACHED. Each is one CUDA graph with several launches, as
-in a step; decode launches read different blocks, so that none is in the L2 cache. Times are medians over the replays.
+A decode cell is ROWSxLENGTH, or several of them as in 16x1200+1x72000. A prefill cell is TOKENS or TOKENS+CACHED.
+Each is one CUDA graph with several launches, as in a step. Decode launches read different blocks, so that none is in
+the L2 cache. Times are medians over the replays.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,24 +43,25 @@ def paged_rows(starts: list[int], count: int, max_len: int, tables: torch.Tensor
 
 
 def decode_seconds(
-    num_rows: int,
-    length: int,
+    lengths: list[int],
     heads: tuple[int, int, int],
     block_size: int = 16,
     deterministic: bool = False,
     count: int = 1,
     kv_cache_dtype: str = "auto",
 ) -> float:
-    """Rows of `count` new tokens; the last one attends to `length` positions."""
+    """Rows with complete prefixes and `count` new tokens each; a row's last token attends to its length."""
     num_heads, _, head_dim = heads
-    row_blocks = -(-length // block_size)
-    spec = kv_spec(heads, kv_cache_dtype)
-    launches = max(2, min(48, -(-ROTATION_BYTES // (num_rows * spec.bytes_per_token * row_blocks * block_size))))
-    kv, scales = random_layer(spec, 1 + launches * num_rows * row_blocks, block_size)
-    blocks = 1 + torch.randperm(launches * num_rows * row_blocks, device="cuda", dtype=torch.int32)
-    tables = blocks.view(launches, num_rows, row_blocks)
-    q = torch.randn(num_rows * count, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    sets = [paged_rows([length - count] * num_rows, count, max(length, 1 << 14), table) for table in tables]
+    blocks_of = [-(-length // block_size) for length in lengths]
+    num_blocks, spec = sum(blocks_of), kv_spec(heads, kv_cache_dtype)
+    launches = max(2, min(48, -(-ROTATION_BYTES // (spec.bytes_per_token * num_blocks * block_size))))
+    kv, scales = random_layer(spec, 1 + launches * num_blocks, block_size)
+    blocks = 1 + torch.randperm(launches * num_blocks, device="cuda", dtype=torch.int32)
+    q = torch.randn(len(lengths) * count, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    starts, max_len, sets = [length - count for length in lengths], max(*lengths, 1 << 14), list[PagedRows]()
+    for own in blocks.split(num_blocks):
+        table = torch.nn.utils.rnn.pad_sequence(list(own.split(blocks_of)), batch_first=True)
+        sets.append(replace(paged_rows(starts, count, max_len, table), prefix_ready=True))
 
     def launch(i: int) -> None:
         decode_attention(q, kv, sets[i], AttentionForm(head_dim**-0.5), scales, deterministic=deterministic)
@@ -111,8 +114,14 @@ def kv_spec(heads: tuple[int, int, int], kv_cache_dtype: str) -> KVCacheSpec:
     return KVCacheSpec((KVGroupSpec((0,), heads[1], heads[2], dtype, scale_dtype),))
 
 
-def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int], kv_cache_dtype: str = "auto") -> int:
-    return num_rows * length * kv_spec(heads, kv_cache_dtype).bytes_per_token
+def decode_bytes(lengths: list[int], heads: tuple[int, int, int], kv_cache_dtype: str = "auto") -> int:
+    return sum(lengths) * kv_spec(heads, kv_cache_dtype).bytes_per_token
+
+
+def row_lengths(cell: str) -> list[int]:
+    """Each row's length in a decode cell such as 16x1200+1x72000."""
+    parts = ([int(n) for n in part.split("x")] for part in cell.split("+"))
+    return [length for num_rows, length in parts for _ in range(num_rows)]
 
 
 def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer:
@@ -134,7 +143,7 @@ def prefill_flop(num_tokens: int, cached: int, heads: tuple[int, int, int]) -> i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cells = [f"{rows}x{length}" for rows in (1, 8, 64, 256) for length in (128, 512, 2048, 8192)]
-    parser.add_argument("--decode", nargs="*", default=cells, metavar="ROWSxLENGTH")
+    parser.add_argument("--decode", nargs="*", default=cells, metavar="ROWSxLENGTH[+...]")
     parser.add_argument("--prefill", nargs="*", default=["512", "2048", "8192", "2048+8192"], metavar="TOKENS[+CACHED]")
     parser.add_argument("--heads", nargs="+", default=["32x8x64", "24x8x128", "32x8x128"], metavar="QxKVxDIM")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], metavar="auto|fp8|int8")
@@ -152,10 +161,12 @@ def main() -> None:
                       "deterministic": args.deterministic}  # fmt: skip
             options = args.block_size, args.deterministic
             for cell in args.decode:
-                num_rows, length = (int(n) for n in cell.split("x"))
-                seconds = decode_seconds(num_rows, length, heads, *options, kv_cache_dtype=kind)
-                sdpa = sdpa_seconds(num_rows, 1, length, heads) if args.sdpa else None
-                rate = decode_bytes(num_rows, length, heads, kind) / seconds
+                lengths = row_lengths(cell)
+                seconds = decode_seconds(lengths, heads, *options, kv_cache_dtype=kind)
+                sdpa = (
+                    sdpa_seconds(len(lengths), 1, lengths[0], heads) if args.sdpa and len(set(lengths)) == 1 else None
+                )
+                rate = decode_bytes(lengths, heads, kind) / seconds
                 results.add(
                     kernel="decode_attention", cell=cell, **common, us=seconds * 1e6, tb_s=rate / 1e12,
                     of_ceiling=rate / HBM_BYTES_S, sdpa_us=sdpa and sdpa * 1e6,

@@ -25,10 +25,10 @@ def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, F
     """(row, its tile, the tile's segment, positions per segment) for the place-th program. A
     program that is not needed has its tile beyond the row's last.
 
-    A tile counts with the walk of its row's last token. `pieces` is the number of segments of the longest walk.
+    A tile counts with the walk of its row's last token. The longest walk has `pieces` segments.
 
-    If it is 0, `num_slots` programs run at a time. With the walks' sum W and T tiles, segments of
-    ceil(W / (P - T + 1)) positions are at most P: a tile wastes less than a segment. P fills the last wave that T tiles
+    If `pieces` is 0, `num_slots` programs run at a time. T tiles have a sum of walks W. Then segments of
+    ceil(W / (P - T + 1)) positions are at most P: each tile wastes less than one. P fills the last wave that T tiles
     need. If one walk outweighs the others, that wave takes much longer than W / num_slots. This is then the segments'
     length, and they are at most T + num_slots."""
     rows = tl.arange(0, FORM.num_rows)
