@@ -257,11 +257,11 @@ def prefill_attention(
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     capacity = (1 if block_d > 128 else 2) * num_sms(q.device)  # programs that run at a time
-    tiles, pieces = rows.num_tokens // tile_tokens, 1
+    tiles, pieces = rows.num_tokens // tile_tokens, 1  # tiles: about, since rows fill their last one in part
     # A quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
     last_visible = rows.last_visible if whole_images else None
     if block_d <= 256 and scales is None and last_visible is None and not 0 < window < _LEAST_WINDOW:
-        pieces = _pieces(num_kv_heads * max(1, tiles), capacity)
+        pieces = _pieces(num_kv_heads * max(tiles, rows.num_rows), capacity)
     places = (tiles + rows.num_rows) * pieces
     partial = num_kv_heads * places * block_m if pieces > 1 else 0
     pdl = use_pdl(q)
@@ -322,6 +322,8 @@ def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[i
         if scales == "none":
             return 64, 16, {"num_warps": 8, "num_stages": 3}
         return 32, 32, {"num_warps": 8, "num_stages": 2}
+    if block_d > 128 and short and scales != "none":  # more tiles, since they are not cut
+        return 64, 32, {"num_warps": 4, "num_stages": 3}
     if block_d > 128:
         return 128, 64, {"num_warps": 8, "num_stages": 2}
     if block_d == 128 and scales == "token":

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from runtime import start
 from runtime.base.model_info import TierInfo
+from runtime.base.types import CallboardError
 from runtime.tier.disk.rate import read_rate
 from runtime.tier.region import Region, RegionBusy
 from runtime.tier.region_files import descriptor
@@ -138,9 +139,11 @@ def _keep_alive(disk: weakref.ref[Disk], process: subprocess.Popen[bytes], closi
 
 def _measure(disk: weakref.ref[Disk], folder: Path, ram: TierInfo, closing: threading.Event) -> None:
     """Measure how fast a Disk is read, once it has enough entries."""
-    region = Region.open(folder, ram.layout, None, ram.slot_bytes, ram.num_ranks)
-    bypass_cache(region)
-    with contextlib.suppress(OSError), contextlib.closing(region):
+    with (
+        contextlib.suppress(OSError, CallboardError),  # the rate then stays unknown
+        contextlib.closing(Region.open(folder, ram.layout, None, ram.slot_bytes, ram.num_ranks)) as region,
+    ):
+        bypass_cache(region)
         while disk() is not None and not (rate := read_rate(region)):
             if closing.wait(_PASS_S):
                 return
