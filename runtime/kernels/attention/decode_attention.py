@@ -257,13 +257,14 @@ def _decode_attention_kernel(
         )  # fmt: skip
     else:
         counter, num_merged, stride = counters_ptr + place, segments, 1
-        if segments > SEGMENTS:  # groups are merged first, by different programs
-            group = place + split // GROUP * GROUP
-            num_merged = tl.minimum(place + segments - group, GROUP)
-            if not arrives_last(counters_ptr + group, num_merged):
-                return
-            merge_group(acc_ptr, sums_ptr, group, num_merged, num_used, FORM)
-            counter, num_merged, stride = counter + NUM_COUNTERS, tl.cdiv(segments, GROUP), GROUP
+        if FORM.merge > 1:  # noqa: SIM102  # larger tiles have no registers for it
+            if segments > SEGMENTS:  # groups are merged first, by different programs
+                group = place + split // GROUP * GROUP
+                num_merged = tl.minimum(place + segments - group, GROUP)
+                if not arrives_last(counters_ptr + group, num_merged):
+                    return
+                merge_group(acc_ptr, sums_ptr, group, num_merged, num_used, FORM)
+                counter, num_merged, stride = counter + NUM_COUNTERS, tl.cdiv(segments, GROUP), GROUP
         if not arrives_last(counter, num_merged):
             return
         m, total, acc = merge_segments(
@@ -313,6 +314,8 @@ def decode_attention(
     deterministic |= num_kv_heads * places > MOST_PLACES
     eager = 2 * programs <= capacity and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, options = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
+    if block_d == 128 and eager and tile_rows <= _TILE_ROWS and scales is None and q.dtype != torch.float32:
+        options |= {"maxnreg": 168}  # three programs share an SM's registers
     # Rows of one token end images; only a deterministic step computes long rows here.
     last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None
     segments = 0
@@ -357,8 +360,6 @@ def _tile(
         return 32, {"num_warps": 4, "num_stages": 3}
     if block_d == 128 and scales != "none" and not eager and not deterministic:
         return (128, {"num_warps": 2, "num_stages": 4}) if scales == "head" else (64, {"num_warps": 2, "num_stages": 3})
-    if block_d == 128 and eager and scales == "none":  # three programs share an SM's registers
-        return 64, {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     if block_d == 128:
         return 64, {"num_warps": 2 if deterministic else 4, "num_stages": 3}
     return 64, {"num_warps": 4, "num_stages": 3} if eager else {"num_warps": 2, "num_stages": 5}

@@ -253,10 +253,11 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len) <= 1024, scaling(scales))
+    short = min(rows.num_tokens, rows.max_len) <= 1024
+    block_m, block_n, options = _tile(block_d, q.dtype, short, soft_cap > 0, scaling(scales))
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
-    capacity = (1 if block_d > 128 else 2) * num_sms(q.device)  # programs that run at a time
+    capacity = (1 if block_d > 128 and block_m > 64 else 2) * num_sms(q.device)  # programs that run at a time
     tiles, pieces = rows.num_tokens // tile_tokens, 1  # tiles: about, since rows fill their last one in part
     # A quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
     last_visible = rows.last_visible if whole_images else None
@@ -311,7 +312,9 @@ def attention_triton(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[int, int, dict[str, int]]:
+def _tile(
+    block_d: int, dtype: torch.dtype, short: bool, is_capped: bool, scales: str
+) -> tuple[int, int, dict[str, int]]:
     """(rows of q, positions, launch options), as measured on an H200; `short` if either is few.
 
     Two programs on an SM take turns at the tensor cores. That needs a register limit, which costs a few spills outside
@@ -322,7 +325,7 @@ def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[i
         if scales == "none":
             return 64, 16, {"num_warps": 8, "num_stages": 3}
         return 32, 32, {"num_warps": 8, "num_stages": 2}
-    if block_d > 128 and short and scales != "none":  # more tiles, since they are not cut
+    if block_d > 128 and short and (is_capped or scales != "none"):  # a cap takes registers, and scales allow no cuts
         return 64, 32, {"num_warps": 4, "num_stages": 3}
     if block_d > 128:
         return 128, 64, {"num_warps": 8, "num_stages": 2}
