@@ -63,9 +63,11 @@ class _Form(NamedTuple):
 
 
 @jit
-def _find_segments(q_starts_ptr, starts_ptr, out_ptr, num_rows, num_slots, pieces, FORM: tl.constexpr):
+def _find_segments(
+    q_starts_ptr, starts_ptr, out_ptr, num_rows, num_slots, pieces, FORM: tl.constexpr, HAS_PIECES: tl.constexpr
+):
     place = tl.program_id(0)
-    found = find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM)
+    found = find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM, HAS_PIECES)
     for i in tl.static_range(4):
         tl.store(out_ptr + place * 4 + i, found[i])
 
@@ -77,7 +79,7 @@ def _segments(spans: list[tuple[int, int]], num_slots: int, pieces: int, form: _
     num_tiles = sum(-(-count // form.tile_tokens) for _, count in spans)
     num_places = num_tiles * pieces or num_tiles + num_slots
     out = torch.empty((num_places + 20, 4), dtype=torch.int32)
-    _find_segments[(len(out),)](q_starts, starts, out, len(spans), num_slots, pieces, form)
+    _find_segments[(len(out),)](q_starts, starts, out, len(spans), num_slots, pieces, form, pieces > 0)
     used = [line for line in out.tolist() if line[1] * form.tile_tokens < spans[line[0]][1]]
     assert used == out[: len(used)].tolist(), "places that are not needed are the last ones"
     assert len(used) <= num_places

@@ -113,7 +113,9 @@ def _decode_attention_kernel(
     if FORM.num_rows and FORM.fixed:
         row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
     elif FORM.num_rows:
-        row, row_tile, split, segment_len = find_segment(q_starts_ptr, starts_ptr, tile, num_rows, num_slots, 0, FORM)
+        row, row_tile, split, segment_len = find_segment(
+            q_starts_ptr, starts_ptr, tile, num_rows, num_slots, 0, FORM, False
+        )
     elif FORM.fixed:
         row = tile
     else:

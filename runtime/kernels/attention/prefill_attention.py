@@ -44,7 +44,7 @@ _MOST_PIECES, _MOST_WAVES = 16, 4  # a tile's segments, and waves of their progr
 _LEAST_GAIN = 0.9  # the longest time with segments, as a part of that without them
 _LEAST_WINDOW = 1024  # positions
 _MERGED_ELEMENTS = 8192  # fp32 elements in segments' results loaded at a time
-_MERGED_DIMS = 64  # the same for wide heads, dimensions of one segment
+_MERGED_DIMS = 64  # the same for larger tiles, dimensions of one segment
 
 
 class PrefillForm(NamedTuple):
@@ -66,7 +66,7 @@ class PrefillForm(NamedTuple):
     block_n: int
     block_d: int
     merge: int  # segments loaded at a time
-    merged_dims: int  # dimensions of wide heads that are merged at a time; 0 for all
+    merged_dims: int  # dimensions that are merged at a time; 0 for all
     pdl: bool
 
 
@@ -98,7 +98,7 @@ def _prefill_attention_kernel(
         kv_head, place = tl.program_id(0) % FORM.num_kv_heads, tl.program_id(0) // FORM.num_kv_heads
         num_places = tl.num_programs(0) // FORM.num_kv_heads
         row, row_tile, segment, segment_len = find_segment(
-            q_starts_ptr, starts_ptr, place, num_rows, num_places, pieces, FORM
+            q_starts_ptr, starts_ptr, place, num_rows, 0, pieces, FORM, True
         )
     else:
         place = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -199,7 +199,7 @@ def _store_merged(
     acc_ptr, sums_ptr, place, segments, count, sinks_ptr, scales_ptr, out_ptr, kv_head, q_tokens, heads, whole,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Merge a tile's segments and store its output, some dimensions at a time: wide heads exceed the registers."""
+    """Merge a tile's segments and store its output, some dimensions at a time: large tiles exceed the registers."""
     lanes, num_used = tl.arange(0, FORM.block_m), count * FORM.group
     used = lanes < num_used
     highest = tl.full([FORM.block_m], -1e30, tl.float32)
@@ -254,14 +254,15 @@ def prefill_attention(
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
     short = min(rows.num_tokens, rows.max_len) <= 1024
-    block_m, block_n, options = _tile(block_d, q.dtype, short, soft_cap > 0, scaling(scales))
+    block_m, block_n, options = _tile(block_d, q.dtype, short, scaling(scales))
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     capacity = (1 if block_d > 128 and block_m > 64 else 2) * num_sms(q.device)  # programs that run at a time
     tiles, pieces = rows.num_tokens // tile_tokens, 1  # tiles: about, since rows fill their last one in part
     # A quantized cache was not measured. A tile's walk is not known where an image's tokens see each other.
     last_visible = rows.last_visible if whole_images else None
-    if block_d <= 256 and scales is None and last_visible is None and not 0 < window < _LEAST_WINDOW:
+    is_long = not 0 < window < _LEAST_WINDOW
+    if is_long and block_d <= 256 and scales is None and last_visible is None:
         pieces = _pieces(num_kv_heads * max(tiles, rows.num_rows), capacity)
     places = (tiles + rows.num_rows) * pieces
     partial = num_kv_heads * places * block_m if pieces > 1 else 0
@@ -278,7 +279,7 @@ def prefill_attention(
             num_rows=rows_searched(rows.num_rows), is_cut=pieces > 1, least_segment=_LEAST_SEGMENT, window=window,
             first_key=first_key, soft_cap=soft_cap, scales=scaling(scales), block_m=block_m, block_n=block_n,
             block_d=block_d, merge=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
-            merged_dims=_MERGED_DIMS if block_d > 128 else 0, pdl=pdl,
+            merged_dims=_MERGED_DIMS if block_m * block_d > _MERGED_ELEMENTS else 0, pdl=pdl,
         ),
         **options, **{"launch_pdl": True} if pdl else {},
     )  # fmt: skip
@@ -312,9 +313,7 @@ def attention_triton(
     return out
 
 
-def _tile(
-    block_d: int, dtype: torch.dtype, short: bool, is_capped: bool, scales: str
-) -> tuple[int, int, dict[str, int]]:
+def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[int, int, dict[str, int]]:
     """(rows of q, positions, launch options), as measured on an H200; `short` if either is few.
 
     Two programs on an SM take turns at the tensor cores. That needs a register limit, which costs a few spills outside
@@ -325,7 +324,7 @@ def _tile(
         if scales == "none":
             return 64, 16, {"num_warps": 8, "num_stages": 3}
         return 32, 32, {"num_warps": 8, "num_stages": 2}
-    if block_d > 128 and short and (is_capped or scales != "none"):  # a cap takes registers, and scales allow no cuts
+    if block_d > 128 and short and scales != "none":  # more tiles, since they are not cut
         return 64, 32, {"num_warps": 4, "num_stages": 3}
     if block_d > 128:
         return 128, 64, {"num_warps": 8, "num_stages": 2}

@@ -21,13 +21,15 @@ _LEAST = tl.constexpr(512)
 
 
 @jit
-def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM: tl.constexpr):
-    """(row, its tile, the tile's segment, positions per segment) for the place-th program. A
-    program that is not needed has its tile beyond the row's last.
+def find_segment(
+    q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM: tl.constexpr, HAS_PIECES: tl.constexpr
+):
+    """(row, its tile, the tile's segment, positions per segment) for the place-th program. A program
+    that is not needed has its tile beyond the row's last.
 
-    A tile counts with the walk of its row's last token. The longest walk has `pieces` segments.
+    A tile counts with the walk of its row's last token. With HAS_PIECES the longest walk has `pieces` segments.
 
-    If `pieces` is 0, `num_slots` programs run at a time. T tiles have a sum of walks W. Then segments of
+    Otherwise `num_slots` programs run at a time. T tiles have a sum of walks W. Then segments of
     ceil(W / (P - T + 1)) positions are at most P: each tile wastes less than one. P fills the last wave that T tiles
     need. If one walk outweighs the others, that wave takes much longer than W / num_slots. This is then the segments'
     length, and they are at most T + num_slots."""
@@ -38,8 +40,7 @@ def find_segment(q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, F
     counts = tl.load(q_starts_ptr + 1 + rows, mask=is_row, other=0) - q_starts
     tiles, walks = tl.cdiv(counts, FORM.tile_tokens), _walk(starts + counts, FORM)
     longest = tl.max(tl.where(counts > 0, walks, 1))
-    most = longest
-    if pieces > 0:
+    if HAS_PIECES:
         most = tl.cdiv(longest, pieces)
     else:
         both = tl.sum((tiles.to(tl.int64) << 40) + tiles.to(tl.int64) * walks)  # two sums, for one meeting of threads
