@@ -60,7 +60,8 @@ def use_pdl(tensor: torch.Tensor) -> bool:
 
     in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
     wrote. Load tensors that no kernel in a step writes (weights, tables) before the wait. When a kernel passes its
-    wait, its predecessor is complete. That kernel waited, too, so everything before it is complete as well.
+    wait, its predecessor is complete. That kernel waited, too, so everything before it is complete as well. Programs
+    without work may end before, if another program of the launch always waits, as in decode attention.
 
     Norms, linear layers for few rows, dense experts for few choices, decode convolutions and sums over ranks call
     gdc_launch_dependents first. A decode step is a chain of such kernels; a kernel then requests its weights while two

@@ -141,8 +141,9 @@ def _decode_attention_kernel(
     elif not FORM.num_rows:
         segment_len = segment_length(tl.cdiv(length - origin, num_slots), length - origin, FORM)
     segments = tl.cdiv(length - origin, segment_len)
-    if not FORM.fixed:  # noqa: SIM102  # idle programs make way
-        if (count <= 0) | (split >= segments):
+    is_idle = (count <= 0) | (split >= segments)
+    if not FORM.fixed:  # noqa: SIM102  # idle programs make way, except one: a launch must not end before its wait
+        if is_idle & (tile + kv_head > 0):
             return
     begin = origin + split * segment_len
     offsets = tl.arange(0, FORM.block_n)
@@ -161,9 +162,8 @@ def _decode_attention_kernel(
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if FORM.fixed:  # noqa: SIM102  # see above
-        if (count <= 0) | (split >= segments):
-            return
+    if is_idle:
+        return
 
     lanes = tl.arange(0, FORM.block_m)
     dims = tl.arange(0, FORM.block_d)
