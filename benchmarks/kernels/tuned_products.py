@@ -246,11 +246,20 @@ def _fp8_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
     return [Tiling(128, 128, 128, 8, 4), Tiling(128, 128, 128, 8, 3)]
 
 
+def _limb_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
+    """Tiles of int16 activations."""
+    if form != "int4" or INTERPRETED:
+        return _tile_candidates(form, product, rows)
+    block_m, splits = 16 if rows <= 16 else 32 if rows <= 32 else 64, (1, 2, 4) if rows <= 64 else (1, 2)
+    shapes = [(64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4)]
+    return [Tiling(block_m, *shape, split) for shape in shapes for split in splits]
+
+
 _WAYS = {
     "linear": Way(("bf16",), _dense, _dense_candidates, most_rows=MAX_ROWS),
     "quantized": Way(tuple(FORMS), _quantized, _quantized_candidates),
     "digits": Way(
-        ("int8", "int4"), _tiled(int_wna16_gemm_triton), _tile_candidates, torch.float16,
+        ("int8", "int4"), _tiled(int_wna16_gemm_triton), _limb_candidates, torch.float16,
         lambda x, weight: quantize_int16_triton(x, group_size=0 if weight.zero_points is None else weight.group_size),
         MAX_ROWS + 1,
     ),

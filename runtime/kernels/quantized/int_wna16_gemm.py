@@ -24,6 +24,7 @@ from runtime.kernels.linear.tiles import (
 )
 from runtime.kernels.quantized.activations import Int16Activations
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch
+from runtime.kernels.quantized.upcast import side_by_side
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use_pdl
 
 _PLAIN = constexpr(INTERPRETED)
@@ -65,6 +66,19 @@ def _unpack(packed):
 
 
 @jit
+def _halves(packed):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(packed, (packed.shape[0], 2, packed.shape[1] // 2)), (0, 2, 1)))
+
+
+@jit
+def _pair_product(packed, x):
+    """Both planes of packed values [BLOCK_N, plane] times x [2 * BLOCK_M, 2 * plane]."""
+    low, high = _unpack(packed)
+    return tl.dot(side_by_side(low, high), x.T, out_dtype=tl.int32)
+
+
+@jit
 def _add_group(
     total, acc, scales, zero_points, sums_ptr, tokens, num_rows, group,
     HAS_ZERO_POINTS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -97,8 +111,8 @@ class IntGemmForm(NamedTuple):
 
 @jit(do_not_specialize=["num_rows"])
 def _int_wna16_gemm_kernel(
-    xs,  # descriptor: x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, WIDTH]
-    weights,  # descriptor: the weight's values [N, K or K / 2] with blocks [BLOCK_N, WIDTH]
+    xs,  # descriptor: x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, columns of a product]
+    weights,  # descriptor: the weight's values [N, K or K / 2] with blocks [BLOCK_N, BLOCK_K or its half]
     x_scales_ptr,  # [num_rows]
     x_sums_ptr,  # [groups, num_rows], read with zero points
     scales_ptr,  # [at least N], or with groups [groups, SCALE_STRIDE]
@@ -128,21 +142,31 @@ def _int_wna16_gemm_kernel(
         for start in tl.range(first, last, FORM.block_k, num_stages=FORM.stages):
             group = start // FORM.group_size
             at = group * SCALE_STRIDE
-            if FORM.plane:
+            if FORM.plane == 0:
+                acc = tl.dot(weights.load([row, start]), xs.load([2 * token, start]).T, out_dtype=tl.int32)
+            elif FORM.group_size == FORM.plane:
                 low, high = _unpack(weights.load([row, start // 2]))
                 acc = tl.dot(low, xs.load([2 * token, start]).T, out_dtype=tl.int32)
-                if FORM.group_size == FORM.plane:
-                    total = _add_group(
-                        total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
-                        FORM.has_zero_points, FORM.block_m,
-                    )  # fmt: skip
-                    acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, out_dtype=tl.int32)
-                    group += 1
-                    at += SCALE_STRIDE
-                else:
-                    acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, acc, out_dtype=tl.int32)
+                total = _add_group(
+                    total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
+                    FORM.has_zero_points, FORM.block_m,
+                )  # fmt: skip
+                acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, out_dtype=tl.int32)
+                group += 1
+                at += SCALE_STRIDE
+            elif FORM.block_k == FORM.group_size:
+                acc = _pair_product(weights.load([row, start // 2]), xs.load([2 * token, start]))
             else:
-                acc = tl.dot(weights.load([row, start]), xs.load([2 * token, start]).T, out_dtype=tl.int32)
+                first_half, second_half = _halves(weights.load([row, start // 2]))
+                acc = _pair_product(first_half, xs.load([2 * token, start]))
+                next_acc = _pair_product(second_half, xs.load([2 * token, start + FORM.group_size]))
+                total = _add_group(
+                    total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
+                    FORM.has_zero_points, FORM.block_m,
+                )  # fmt: skip
+                acc = next_acc
+                group += 1
+                at += SCALE_STRIDE
             total = _add_group(
                 total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group, FORM.has_zero_points,
                 FORM.block_m,
@@ -188,9 +212,12 @@ def int_wna16_gemm_triton(
         return out
     tiling, pdl = tiling or int_wna16_tiling(weight, num_rows), use_pdl(x.limbs)
     block_k = 2 * weight.plane or weight.group_size or tiling.block_k
-    width = weight.plane or block_k
+    width = weight.plane if weight.plane and weight.plane == weight.group_size else block_k
+    if block_k == weight.group_size and weight.plane and size_in % tiling.block_k == 0:
+        block_k = max(block_k, tiling.block_k)  # two groups
     split, sums, counters = tiling.parts(num_rows, size_out, out)
-    xs, weights = blocks_of(x.limbs, 2 * tiling.block_m, width), blocks_of(weight.values, tiling.block_n, width)
+    xs = blocks_of(x.limbs, 2 * tiling.block_m, width)
+    weights = blocks_of(weight.values, tiling.block_n, block_k // 2 if weight.plane else block_k)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _int_wna16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, x.scales if x.sums is None else x.sums, weight.scales, weight.zero_points_or_scales,
