@@ -251,8 +251,8 @@ def _limb_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
     if form != "int4" or INTERPRETED:
         return _tile_candidates(form, product, rows)
     block_m, splits = 16 if rows <= 16 else 32 if rows <= 32 else 64, (1, 2, 4) if rows <= 64 else (1, 2)
-    shapes = [(64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 4)]
-    return [Tiling(block_m, *shape, split) for shape in shapes for split in splits]
+    shapes = [(64, 4, 4), (128, 8, 4), (128, 4, 4), (64, 4, 6)]
+    return [Tiling(block_m, n, 128, *rest, split) for n, *rest in shapes for split in splits]
 
 
 _WAYS = {

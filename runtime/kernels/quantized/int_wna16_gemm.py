@@ -29,7 +29,7 @@ from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use
 
 _PLAIN = constexpr(INTERPRETED)
 FEWEST_INT16_ROWS = 9  # fewer rows use the kernels for few rows, which include the norm
-MAX_INT16_ROWS = 256, 64  # limits for 8-bit and 4-bit values; above, other products cost less time
+MAX_INT16_ROWS = 256, 128  # limits for 8-bit and 4-bit values; above, other products cost less time
 # Four bytes with two values n each -> 16 * (n - 8) for the low nibbles, and for the high nibbles.
 _UNPACK = constexpr("""{
 .reg .b32 a;
@@ -66,19 +66,6 @@ def _unpack(packed):
 
 
 @jit
-def _halves(packed):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(packed, (packed.shape[0], 2, packed.shape[1] // 2)), (0, 2, 1)))
-
-
-@jit
-def _pair_product(packed, x):
-    """Both planes of packed values [BLOCK_N, plane] times x [2 * BLOCK_M, 2 * plane]."""
-    low, high = _unpack(packed)
-    return tl.dot(side_by_side(low, high), x.T, out_dtype=tl.int32)
-
-
-@jit
 def _add_group(
     total, acc, scales, zero_points, sums_ptr, tokens, num_rows, group,
     HAS_ZERO_POINTS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -112,7 +99,7 @@ class IntGemmForm(NamedTuple):
 @jit(do_not_specialize=["num_rows"])
 def _int_wna16_gemm_kernel(
     xs,  # descriptor: x's limbs [2 * num_rows, K] with blocks [2 * BLOCK_M, columns of a product]
-    weights,  # descriptor: the weight's values [N, K or K / 2] with blocks [BLOCK_N, BLOCK_K or its half]
+    weights,  # descriptor: the weight's values [N, K or K / 2] with blocks [BLOCK_N, BLOCK_K or PLANE]
     x_scales_ptr,  # [num_rows]
     x_sums_ptr,  # [groups, num_rows], read with zero points
     scales_ptr,  # [at least N], or with groups [groups, SCALE_STRIDE]
@@ -144,29 +131,19 @@ def _int_wna16_gemm_kernel(
             at = group * SCALE_STRIDE
             if FORM.plane == 0:
                 acc = tl.dot(weights.load([row, start]), xs.load([2 * token, start]).T, out_dtype=tl.int32)
-            elif FORM.group_size == FORM.plane:
-                low, high = _unpack(weights.load([row, start // 2]))
-                acc = tl.dot(low, xs.load([2 * token, start]).T, out_dtype=tl.int32)
-                total = _add_group(
-                    total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
-                    FORM.has_zero_points, FORM.block_m,
-                )  # fmt: skip
-                acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, out_dtype=tl.int32)
-                group += 1
-                at += SCALE_STRIDE
-            elif FORM.block_k == FORM.group_size:
-                acc = _pair_product(weights.load([row, start // 2]), xs.load([2 * token, start]))
             else:
-                first_half, second_half = _halves(weights.load([row, start // 2]))
-                acc = _pair_product(first_half, xs.load([2 * token, start]))
-                next_acc = _pair_product(second_half, xs.load([2 * token, start + FORM.group_size]))
-                total = _add_group(
-                    total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
-                    FORM.has_zero_points, FORM.block_m,
-                )  # fmt: skip
-                acc = next_acc
-                group += 1
-                at += SCALE_STRIDE
+                low, high = _unpack(weights.load([row, start // 2]))
+                if FORM.group_size == FORM.plane:
+                    acc = tl.dot(low, xs.load([2 * token, start]).T, out_dtype=tl.int32)
+                    total = _add_group(
+                        total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group,
+                        FORM.has_zero_points, FORM.block_m,
+                    )  # fmt: skip
+                    acc = tl.dot(high, xs.load([2 * token, start + FORM.plane]).T, out_dtype=tl.int32)
+                    group += 1
+                    at += SCALE_STRIDE
+                else:
+                    acc = tl.dot(side_by_side(low, high), xs.load([2 * token, start]).T, out_dtype=tl.int32)
             total = _add_group(
                 total, acc, scales + at, zero_points + at, x_sums_ptr, tokens, num_rows, group, FORM.has_zero_points,
                 FORM.block_m,
@@ -213,11 +190,9 @@ def int_wna16_gemm_triton(
     tiling, pdl = tiling or int_wna16_tiling(weight, num_rows), use_pdl(x.limbs)
     block_k = 2 * weight.plane or weight.group_size or tiling.block_k
     width = weight.plane if weight.plane and weight.plane == weight.group_size else block_k
-    if block_k == weight.group_size and weight.plane and size_in % tiling.block_k == 0:
-        block_k = max(block_k, tiling.block_k)  # two groups
     split, sums, counters = tiling.parts(num_rows, size_out, out)
     xs = blocks_of(x.limbs, 2 * tiling.block_m, width)
-    weights = blocks_of(weight.values, tiling.block_n, block_k // 2 if weight.plane else block_k)
+    weights = blocks_of(weight.values, tiling.block_n, weight.plane or block_k)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _int_wna16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, x.scales if x.sums is None else x.sums, weight.scales, weight.zero_points_or_scales,
@@ -238,7 +213,10 @@ def int_wna16_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     is_wide = size_out >= 16384
     if weight.plane:
-        return Tiling(block_m, 128, 128, 4, 4) if is_wide else Tiling(block_m, 64, 128, 4, 4, 4)
+        if is_wide:
+            return Tiling(block_m, 128, 128, 4, 4)
+        num_tiles = -(-num_rows // block_m) * -(-size_out // 64)
+        return Tiling(block_m, 64, 128, 4, 4, 4 if num_rows <= 32 or num_tiles <= 64 else 2 if num_tiles <= 128 else 1)
     if num_rows <= 64:
         split = 1 if is_wide else 4 if num_rows <= 16 or size_in >= 8192 else 2 if size_out <= 4096 else 1
         return Tiling(block_m, 64, 128, 4, 4 if is_wide or split == 4 else 6, split)
