@@ -72,7 +72,9 @@ def read(url: str, body: dict[str, object], answer: Answer) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"} | own)
             response = connection.getresponse()
-            if response.status != 200 and not last:
+            if response.status == 503:  # no front yet
+                time.sleep(0.1)
+            elif response.status != 200 and not last:
                 raise RuntimeError(f"The server answers {response.status}: {response.read()[:300]!r}.")
             for line in response if response.status == 200 else ():
                 if line.startswith(b"id: "):

@@ -107,8 +107,12 @@ def _decode_attention_kernel(
     scale_log2,
     FORM: tl.constexpr,  # `DecodeForm`
 ):
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
+    if FORM.fixed:
+        tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
+    else:  # idle programs are the last ones, so that all multiprocessors have equally many others
+        kv_head, tile = tl.program_id(0), tl.program_id(1)
+        num_kv_heads, num_splits = tl.num_programs(0), 1
     row, row_tile = 0, 0
     if FORM.num_rows and FORM.fixed:
         row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
@@ -187,7 +191,7 @@ def _decode_attention_kernel(
         own_place = place + split
     else:
         alone = segments == 1
-        own_place = kv_head * tl.num_programs(0) + tile
+        own_place = kv_head * tl.num_programs(1) + tile
         place = own_place - split
     m = tl.full([FORM.block_m], FORM.lowest, tl.float32)
     total = first_total(last_visible, FORM)
@@ -329,7 +333,7 @@ def decode_attention(
         splits = max(1, min(capacity // programs, _MAX_SPLITS, segments))
         grid, partial = (num_tiles, num_kv_heads, splits), programs * segments if splits > 1 else 0
     else:
-        grid, partial = (places, num_kv_heads, 1), num_kv_heads * places
+        grid, partial = (num_kv_heads, places), num_kv_heads * places
     searched = 0
     if num_tiles > (rows.num_rows if deterministic else 1):
         searched = _FEW_ROWS if rows.num_rows <= _FEW_ROWS else rows_searched(rows.num_rows)
