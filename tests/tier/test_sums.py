@@ -1,5 +1,9 @@
 """The checksum of payloads: its definition in plain integers, and the damage it finds."""
 
+import sys
+import time
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 
@@ -48,3 +52,30 @@ def test_exchanged_words_are_found(rows):
     words = payload.view(np.uint64).copy()
     words[:, [3, 9]] = words[:, [9, 3]]
     assert not (payload_sums(words.view(np.uint8), keys) == payload_sums(payload, keys)).any()
+
+
+def test_sums_let_other_threads_run():
+    """Unless a sum releases Python's lock, this thread waits until the other one gives up."""
+    payload, begun, seen, gave_up = np.zeros((1, 1 << 20), np.uint8), Event(), Event(), Event()
+    payload_sums(payload, bytes(16))  # makes the weights
+
+    def add() -> None:
+        begun.set()
+        limit = time.monotonic() + 10
+        while not seen.is_set() and time.monotonic() < limit:
+            payload_sums(payload, bytes(16))
+        if not seen.is_set():
+            gave_up.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        thread = Thread(target=add)
+        thread.start()
+        begun.wait()
+        first = not gave_up.is_set()
+        seen.set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert first
