@@ -137,6 +137,6 @@ def test_supported_products_and_their_tiles():
     }
     assert takes == {(form, group): True for form, group, _ in FORMS} | {("int4", 32): False, ("int8", 64): False}
     assert not has_int_wna16_gemm(some_weight("int8", 0, False, 12, 256))  # rows of 24 bytes
-    for form, group, most in (("int8", 0, 256), ("int4", 128, 128)):
+    for form, group, most in (("int8", 0, 256), ("int4", 128, 128), ("int4", 64, 64)):
         layer = Int16Linear(some_weight(form, group, False, 16, 256), None, "silu")
         assert [layer.quantizes_rows(n) for n in (1, 8, 9, most, most + 1)] == [False, False, True, True, False]

@@ -29,7 +29,6 @@ from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use
 
 _PLAIN = constexpr(INTERPRETED)
 FEWEST_INT16_ROWS = 9  # fewer rows use the kernels for few rows, which include the norm
-MAX_INT16_ROWS = 256, 128  # limits for 8-bit and 4-bit values; above, other products cost less time
 # Four bytes with two values n each -> 16 * (n - 8) for the low nibbles, and for the high nibbles.
 _UNPACK = constexpr("""{
 .reg .b32 a;
@@ -233,3 +232,10 @@ def has_int_wna16_gemm(weight: QuantizedWeight) -> bool:
     is_aligned = size_in % (32 if weight.plane else 16) == 0 and size_out % 8 == 0  # the copy engine reads 16-byte rows
     is_integer = weight.encoding in ("int4", "uint4") or (weight.encoding == "int8" and weight.zero_points is None)
     return is_integer and is_shared and is_aligned and tiles.multiplies_fp8(weight.values.device)
+
+
+def most_int16_rows(weight: QuantizedWeight) -> int:
+    """Above this number of rows, other products cost less time."""
+    if not weight.plane:
+        return 256
+    return 128 if weight.group_size > weight.plane else 64

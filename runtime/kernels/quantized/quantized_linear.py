@@ -30,7 +30,7 @@ from runtime.kernels.quantized.activations import (
     quantize_int16_triton,
 )
 from runtime.kernels.quantized.fp8_w8a8_gemm import multiply_fp8
-from runtime.kernels.quantized.int_wna16_gemm import FEWEST_INT16_ROWS, MAX_INT16_ROWS, int_wna16_gemm_triton
+from runtime.kernels.quantized.int_wna16_gemm import FEWEST_INT16_ROWS, int_wna16_gemm_triton, most_int16_rows
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.w4a16_gemm import (
     FEWEST_W4A16_ROWS,
@@ -200,7 +200,7 @@ class Int16Linear(QuantizedActivationLinear[Int16Activations]):
     max_skinny = FEWEST_INT16_ROWS - 1
 
     def quantizes_rows(self, num_rows: int) -> bool:
-        return FEWEST_INT16_ROWS <= num_rows <= MAX_INT16_ROWS[self.quantized.plane > 0]
+        return FEWEST_INT16_ROWS <= num_rows <= most_int16_rows(self.quantized)
 
     @property
     def quantize_rows(self) -> Callable[..., Int16Activations]:
