@@ -2,7 +2,10 @@
 
     python -m benchmarks.kernels.kernels_attention --decode 1x128 256x512 --prefill 8192 2048+8192 --heads 32x8x64
 
+    python -m benchmarks.kernels.kernels_attention --decode 64x512+1x72000 --latents 20x512x64 --heads --prefill
+
 A decode cell is ROWSxLENGTH, or several of them as in 16x1200+1x72000. A prefill cell is TOKENS or TOKENS+CACHED.
+Decode over latents includes the merge of segments, but no products with kv_b.
 Each is one CUDA graph with several launches, as in a step. Decode launches read different blocks, so that none is in
 the L2 cache. Times are medians over the replays.
 """
@@ -25,6 +28,7 @@ from benchmarks.kernels.timing import BF16_FLOP_S, HBM_BYTES_S, ROTATION_BYTES, 
 from benchmarks.library.measure import Results
 from runtime.base.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.latent_attention import attend_rows
 from runtime.kernels.attention.paged_attention import AttentionForm, PagedRows
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.stored_kv import KVLayer
@@ -52,21 +56,48 @@ def decode_seconds(
 ) -> float:
     """Rows with complete prefixes and `count` new tokens each; a row's last token attends to its length."""
     num_heads, _, head_dim = heads
-    blocks_of = [-(-length // block_size) for length in lengths]
-    num_blocks, spec = sum(blocks_of), kv_spec(heads, kv_cache_dtype)
-    launches = max(2, min(48, -(-ROTATION_BYTES // (spec.bytes_per_token * num_blocks * block_size))))
+    spec = kv_spec(heads, kv_cache_dtype)
+    num_blocks, launches = rotation(lengths, spec.bytes_per_token, block_size)
     kv, scales = random_layer(spec, 1 + launches * num_blocks, block_size)
-    blocks = 1 + torch.randperm(launches * num_blocks, device="cuda", dtype=torch.int32)
     q = torch.randn(len(lengths) * count, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    starts, max_len, sets = [length - count for length in lengths], max(*lengths, 1 << 14), list[PagedRows]()
-    for own in blocks.split(num_blocks):
-        table = torch.nn.utils.rnn.pad_sequence(list(own.split(blocks_of)), batch_first=True)
-        sets.append(replace(paged_rows(starts, count, max_len, table), prefix_ready=True))
+    sets = [replace(rows, prefix_ready=True) for rows in decode_rows(lengths, launches, block_size, count)]
 
     def launch(i: int) -> None:
         decode_attention(q, kv, sets[i], AttentionForm(head_dim**-0.5), scales, deterministic=deterministic)
 
     return graph_seconds(launch, launches)
+
+
+def latent_seconds(
+    lengths: list[int], sizes: tuple[int, int, int], block_size: int = 16, deterministic: bool = False
+) -> float:
+    """Absorbed attention over latents, as `decode_seconds`."""
+    num_heads, rank, rope_dim = sizes
+    num_blocks, launches = rotation(lengths, 2 * (rank + rope_dim), block_size)
+    randn = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    kv = randn(1, 1, 1 + launches * num_blocks, block_size, rank + rope_dim)
+    q, rope = randn(len(lengths), num_heads, rank), randn(len(lengths), num_heads, rope_dim)
+    sets = decode_rows(lengths, launches, block_size)
+    return graph_seconds(
+        lambda i: attend_rows(q, rope, kv, sets[i], scale=rank**-0.5, deterministic=deterministic), launches
+    )
+
+
+def rotation(lengths: list[int], bytes_per_token: int, block_size: int) -> tuple[int, int]:
+    """(blocks that a launch reads, launches that read different ones)."""
+    num_blocks = sum(-(-length // block_size) for length in lengths)
+    return num_blocks, max(2, min(48, -(-ROTATION_BYTES // (bytes_per_token * num_blocks * block_size))))
+
+
+def decode_rows(lengths: list[int], launches: int, block_size: int, count: int = 1) -> list[PagedRows]:
+    """Rows for each launch, with blocks in random order."""
+    blocks_of = [-(-length // block_size) for length in lengths]
+    blocks = 1 + torch.randperm(launches * sum(blocks_of), device="cuda", dtype=torch.int32)
+    starts, max_len, sets = [length - count for length in lengths], max(*lengths, 1 << 14), list[PagedRows]()
+    for own in blocks.split(sum(blocks_of)):
+        table = torch.nn.utils.rnn.pad_sequence(list(own.split(blocks_of)), batch_first=True)
+        sets.append(paged_rows(starts, count, max_len, table))
+    return sets
 
 
 def prefill_seconds(
@@ -145,7 +176,8 @@ def main() -> None:
     cells = [f"{rows}x{length}" for rows in (1, 8, 64, 256) for length in (128, 512, 2048, 8192)]
     parser.add_argument("--decode", nargs="*", default=cells, metavar="ROWSxLENGTH[+...]")
     parser.add_argument("--prefill", nargs="*", default=["512", "2048", "8192", "2048+8192"], metavar="TOKENS[+CACHED]")
-    parser.add_argument("--heads", nargs="+", default=["32x8x64", "24x8x128", "32x8x128"], metavar="QxKVxDIM")
+    parser.add_argument("--heads", nargs="*", default=["32x8x64", "24x8x128", "32x8x128"], metavar="QxKVxDIM")
+    parser.add_argument("--latents", nargs="*", default=[], metavar="HEADSxRANKxROPE", help="decode over latents too")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], metavar="auto|fp8|int8")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--deterministic", action="store_true")
@@ -154,7 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     results = Results("kernels_attention", args.out)
     kinds = list(itertools.product(args.heads, args.kv_cache_dtype))
-    with tqdm(total=len(kinds) * (len(args.decode) + len(args.prefill)), unit="cell") as bar:
+    latent_cells = list(itertools.product(args.latents, args.decode))
+    with tqdm(total=len(kinds) * (len(args.decode) + len(args.prefill)) + len(latent_cells), unit="cell") as bar:
         for shape, kind in kinds:
             heads = tuple(int(n) for n in shape.split("x"))
             common = {"heads": shape, "kv_cache_dtype": kind, "block_size": args.block_size,
@@ -182,6 +215,16 @@ def main() -> None:
                     of_ceiling=rate / BF16_FLOP_S, sdpa_us=sdpa and sdpa * 1e6,
                 )  # fmt: skip
                 bar.update()
+        for shape, cell in latent_cells:
+            num_heads, rank, rope_dim = (int(n) for n in shape.split("x"))
+            lengths = row_lengths(cell)
+            seconds = latent_seconds(lengths, (num_heads, rank, rope_dim), args.block_size, args.deterministic)
+            rate = sum(lengths) * 2 * (rank + rope_dim) / seconds
+            results.add(
+                kernel="latent_attention", cell=cell, heads=shape, block_size=args.block_size,
+                deterministic=args.deterministic, us=seconds * 1e6, tb_s=rate / 1e12, of_ceiling=rate / HBM_BYTES_S,
+            )  # fmt: skip
+            bar.update()
 
 
 if __name__ == "__main__":

@@ -124,8 +124,9 @@ def test_a_long_row_among_short_ones_has_most_segments(num_short, num_slots):
 
 
 def test_equal_rows_have_as_many_segments_as_fit():
-    used = _segments([(4799, 1)] * 5, 20, 0, _Form(tile_tokens=1))
-    assert len(used) == 20
+    for num_rows in (5, 9, 20, 21, 40):
+        used = _segments([(4799, 1)] * num_rows, 20, 0, _Form(tile_tokens=1))
+        assert len(used) == num_rows * max(1, 20 // num_rows)
 
 
 def test_pieces_of_tiles_fill_the_waves():

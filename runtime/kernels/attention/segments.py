@@ -31,8 +31,9 @@ def find_segment(
 
     Otherwise `num_slots` programs run at a time. T tiles have a sum of walks W. Then segments of
     ceil(W / (P - T + 1)) positions are at most P: each tile wastes less than one. P fills the last wave that T tiles
-    need. If one walk outweighs the others, that wave takes much longer than W / num_slots. This is then the segments'
-    length, and they are at most T + num_slots."""
+    need. P // T segments per tile are at most P, too, and shorter for equal walks. If one walk outweighs the others,
+    that wave takes much longer than W / num_slots. This is then the segments' length, and they are at most
+    T + num_slots."""
     rows = tl.arange(0, FORM.num_rows)
     is_row = rows < num_rows
     starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
@@ -44,10 +45,11 @@ def find_segment(
         most = tl.cdiv(longest, pieces)
     else:
         both = tl.sum((tiles.to(tl.int64) << 40) + tiles.to(tl.int64) * walks)  # two sums, for one meeting of threads
-        num_tiles, work = (both >> 40).to(tl.int32), both & ((1 << 40) - 1)
-        most = tl.cdiv(work, num_slots - num_tiles % num_slots + 1).to(tl.int32)
-        even = tl.cdiv(work, num_slots).to(tl.int32)
-        most = tl.where(tl.minimum(most, longest) > 2 * even, even, most)
+        num_tiles, work = tl.maximum((both >> 40).to(tl.int32), 1), both & ((1 << 40) - 1)
+        filled = tl.cdiv(num_tiles, num_slots) * num_slots
+        most = tl.minimum(tl.cdiv(work, filled - num_tiles + 1), tl.cdiv(longest, filled // num_tiles))
+        even = tl.cdiv(work, num_slots)
+        most = tl.where(most > 2 * even, even, most).to(tl.int32)
     most = segment_length(most, longest, FORM)
     ends = tl.cumsum(tiles * tl.cdiv(walks, most))
     # The last row that begins at this place or before, and where: two at once.
