@@ -324,7 +324,7 @@ def decode_attention(
         options |= {"maxnreg": 168}  # three programs share an SM's registers
     # Rows of one token end images; only a deterministic step computes long rows here.
     last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None
-    segments = 0
+    segments, partial, grid = 0, num_kv_heads * places, (num_kv_heads, places, 1)
     if deterministic:
         longest = rows.max_len  # positions of a tile
         if window and last_visible is None:
@@ -332,8 +332,6 @@ def decode_attention(
         segments = -(-longest // _FIXED_SEGMENT)
         splits = max(1, min(capacity // programs, _MAX_SPLITS, segments))
         grid, partial = (num_tiles, num_kv_heads, splits), programs * segments if splits > 1 else 0
-    else:
-        grid, partial = (num_kv_heads, places), num_kv_heads * places
     searched = 0
     if num_tiles > (rows.num_rows if deterministic else 1):
         searched = _FEW_ROWS if rows.num_rows <= _FEW_ROWS else rows_searched(rows.num_rows)
