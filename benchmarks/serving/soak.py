@@ -5,7 +5,7 @@
 
 Prompts and answers have random lengths. One request of eight is cut off by its client in the middle. The line at the
 end has each process's memory after a tenth of the time and at the end, with as many requests running. That is PSS: the
-process's own pages, and its share in common ones.
+process's own pages, and its share in common ones. Shared memory is a line of its own: the KV tier fills it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Soak:
         self.counts = {"complete": 0, "cut": 0, "failed": 0, "output_tokens": 0}
 
     def memory(self) -> dict[str, float]:
-        """Each process's MiB, by its role and number."""
-        found = dict[str, float]()
+        """Each process's MiB, by its role and number, and all shared memory."""
+        found = {"shared memory": 0.0}
         for process in processes_of(session_behind(urlsplit(self.url).port or 0)):
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-                sizes = [int(size) for size in re.findall(r"^(?:Pss|SwapPss): +(\d+) kB", text, re.M)]
-                found[f"{process.role} {process.pid}"] = sum(sizes) / 1024
+                mib = {name: int(size) / 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
+                found[f"{process.role} {process.pid}"] = mib["Pss"] + mib["SwapPss"] - mib["Pss_Shmem"]
+                found["shared memory"] += mib["Pss_Shmem"]
         return found
 
     def turn(self) -> Turn:
