@@ -13,9 +13,15 @@ from statistics import median
 _LATENCY_S = 2e-3  # plans and results of a load, besides its bytes
 _SHARE = 0.7  # a load must take less than this share of the time to compute; CALLBOARD_TIER_SHARE replaces it
 _PRIORS = {"cuda": (10_000.0, 10e9), "cpu": (300.0, 0.5e9)}  # device -> prompt tokens and loaded bytes, per second
+_LEAST_TOKENS = {"cuda": 256, "cpu": 32}  # a CPU computes this many in a tenth of a second, a GPU in less
 _LEAST_BYTES = 1 << 20  # smaller loads measure latency
 _NUM_SAMPLES = 5
 _KEPT_S = 60.0  # older samples are dropped: after a slow time, loads are tried again
+
+
+def least_tokens(device: str) -> int:
+    """Tokens of the shortest prefix that is stored and loaded; shorter ones are computed."""
+    return _LEAST_TOKENS["cpu" if device == "cpu" else "cuda"]
 
 
 class Costs:

@@ -33,14 +33,13 @@ from runtime.core.states.snapshot_pool import Snapshot
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
-from runtime.tier.costs import Costs
+from runtime.tier.costs import Costs, least_tokens
 from runtime.tier.hits import Hit, TierHits, held_blocks
 from runtime.tier.keys import TierIndex, TierKeys
 from runtime.tier.stores import STATE, Stores, transfers_of
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 256  # shorter prefixes are computed
 _MAX_LOSSES = 3  # losses of the runners in a row, with transfers in flight, after which the tier is off
 _MAX_OWN_LOSSES = 2  # losses during a request's loads after which it is computed
 _MIB = 1 << 20
@@ -104,13 +103,15 @@ class Tier(Extra):
         index: TierIndex,
         clock: Callable[[], float] = time.time,
         prefill_rate: Callable[[], float] = lambda: 0.0,
-        least_tokens: int = LEAST_TOKENS,
+        shortest: int | None = None,
     ) -> None:
         """`info` has a tier. `clock` returns time.time() seconds. `prefill_rate` returns the measured prompt tokens
-        per second, 0 before the first estimate. Fewer than `least_tokens` tokens are neither loaded nor stored."""
+        per second, 0 before the first estimate. Fewer tokens than `shortest` are neither loaded nor stored; None for
+        the device's usual number."""
         assert info.tier is not None
         self._tier, self.index, self._clock = info.tier, index, clock
-        self._least_tokens, self._limits = least_tokens, _CPU if info.device == "cpu" else _GPU
+        self._least_tokens = least_tokens(info.device) if shortest is None else shortest
+        self._limits = _CPU if info.device == "cpu" else _GPU
         self.costs = Costs(info.device, clock, prefill_rate)
         self._loading: dict[RequestState, _Load] = {}  # LOADING requests, and what they wait for
         self._has_loaded: set[RequestState] = set()  # waiting requests that do not load again

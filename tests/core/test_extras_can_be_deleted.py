@@ -19,7 +19,7 @@ EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of 
     "pooled prompts": ("runtime/features/pooled_prompts.py", "PooledPrompts", "INFO"),
     "routed experts": ("runtime/features/expert_reports.py", "ExpertReports", "INFO"),
     "images": ("runtime/features/images.py", "Images", "INFO, CONFIG"),
-    "tier": ("runtime/tier/extra.py", "Tier", "INFO, Empty(), least_tokens=8"),
+    "tier": ("runtime/tier/extra.py", "Tier", "INFO, Empty(), shortest=8"),
     "speculation": ("runtime/speculation/choose_k.py", "Speculation", "Ngram(), 3, (), 0.0"),
 }
 NEEDED = ("runtime/core", "runtime/base", "runtime/policy", "runtime/features", "runtime/speculation", "runtime/tier")

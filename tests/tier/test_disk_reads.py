@@ -67,7 +67,7 @@ class Rig:
         config = EngineConfig(block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=64)
         info = replace(model_info(max_len=400, blocks=400), tier=replace(TIER, slot_bytes=slot_bytes))
         self.ram, self.disk, self.clock = Index(), Disk(), Clock()
-        self.reads = DiskReads(info, self.ram, self.disk, self.clock, lambda: prefill_rate, least_tokens=16)
+        self.reads = DiskReads(info, self.ram, self.disk, self.clock, lambda: prefill_rate, shortest=16)
         self.core = EngineCore(config, info, FakeRunner(config, info), [self.reads, *extras_of(config, info)])
         state = self.core.add(request("probe"))
         hashes = self.core.scheduler.kv_cache.prefix_hashes(state)

@@ -265,6 +265,15 @@ def test_short_requests_are_not_stored():
     assert session.region.entries == {}
 
 
+@pytest.mark.parametrize(("device", "is_stored"), [("cpu", True), ("cuda", False)])
+def test_a_chats_first_turn_is_stored_on_a_cpu(device, is_stored):
+    """A CPU computes 100 tokens in 0.3 s, and loads them in 3 ms."""
+    session = session_of(least_tokens=None, device=device, num_kv_blocks=60, max_model_len=120)
+    assert session.add([*range(1, 24)] * 4, TURN)
+    session.finish()
+    assert bool(session.region.entries) == is_stored
+
+
 @pytest.mark.parametrize("kind", ["plain", "states"])
 def test_used_prefix_is_evicted_from_its_end(kind):
     """Entries stand in the order of their use, whichever plans have stored them."""

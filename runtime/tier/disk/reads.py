@@ -18,9 +18,9 @@ from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
-from runtime.tier.costs import Costs
+from runtime.tier.costs import Costs, least_tokens
 from runtime.tier.disk.keeper import Disk
-from runtime.tier.extra import LEAST_TOKENS, Tier
+from runtime.tier.extra import Tier
 from runtime.tier.hits import TierHits
 from runtime.tier.keys import TierIndex, TierKeys, salt_number
 from runtime.tier.place import host
@@ -82,12 +82,12 @@ class DiskReads(Extra):
         disk: DiskIndex,
         clock: Callable[[], float] = time.time,
         prefill_rate: Callable[[], float] = lambda: 0.0,
-        least_tokens: int = LEAST_TOKENS,
+        shortest: int | None = None,
     ) -> None:
         """See `Tier` for the arguments."""
         assert info.tier is not None
         self._tier, self._ram, self._disk, self._clock = info.tier, ram, disk, clock
-        self._least_tokens = least_tokens
+        self._least_tokens = least_tokens(info.device) if shortest is None else shortest
         self._costs = Costs(info.device, clock, prefill_rate, lambda: disk.read_rate or _FIRST_RATE)
         self._reads: dict[RequestState, _Read] = {}
         self._figures = {"tier_disk_tokens": 0.0, "tier_disk_bytes": 0.0}

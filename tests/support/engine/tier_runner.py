@@ -249,7 +249,7 @@ class TierSession(Session):
 
     def __init__(
         self, kind="plain", region=None, least_tokens=1, window=5, num_snapshots=6, slot_mib=64, worth=True,
-        too_many=False, share_right=None, fixed=None, most_beside=None, **kw,
+        too_many=False, share_right=None, fixed=None, most_beside=None, device="cuda", **kw,
     ) -> None:  # fmt: skip
         self.kind, self.region, self.worth = kind, region or FakeRegion(), worth
         self.too_many = too_many
@@ -266,7 +266,7 @@ class TierSession(Session):
             kw |= {"kv_cache": with_states(4), "num_states": 1 + seqs + num_snapshots}
         config, info = make(**kw)
         tier = TierInfo("folder", "layout", slot_mib << 20, 100, state_slots=STATE_SLOTS if kind == "states" else 0)
-        self.config, self.info = config, replace(info, tier=tier, weights=WeightVersion())
+        self.config, self.info = config, replace(info, tier=tier, weights=WeightVersion(), device=device)
         self.serial, self.num_wrong, self.clock = 0, 0, 0.0
         self.runner_type = self._new_runner
         self.runner, self.core = self._new_runner(config, self.info), None
