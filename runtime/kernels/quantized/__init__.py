@@ -6,7 +6,7 @@
 | `wna16_skinny_gemm` | bfloat16 | all encodings | 1 to 16 | any GPU | `wna16_skinny_gemm_torch` |
 | `wna16_gemm` | bfloat16 | all encodings | 17 to 64; deterministic: all | any GPU | `wna16_gemm_torch` |
 | `w4a16_gemm` | bfloat16 | 4 bits | 9 to 256 | Hopper | `wna16_gemm_torch` |
-| `int_wna16_gemm` | int16 as two int8 limbs | int8; int4 | 9 to 256; 9 to 128 | Hopper | `int_wna16_gemm_torch` |
+| `int_wna16_gemm` | int16 as two int8 limbs | int8; (u)int4 | 9 to 256; 9 to 128 | Hopper | `int_wna16_gemm_torch` |
 | `fp8_w8a8_gemm` | fp8 | fp8 | 2 or more | Hopper | `fp8_w8a8_gemm_torch` |
 | `activations` | to fp8 or int16 | | all | any GPU | `quantize_fp8_torch`, `quantize_int16_torch` |
 | `weight_conversions` | | dense to fp8; all to dense | | any GPU | `Float8.encode`, `dequantize_torch` |
