@@ -250,7 +250,7 @@ def _limb_candidates(form: str, product: Product, rows: int) -> list[Tiling]:
     """Tiles of int16 activations."""
     if form != "int4" or INTERPRETED:
         return _tile_candidates(form, product, rows)
-    block_m, splits = 16 if rows <= 16 else 32 if rows <= 32 else 64, (1, 2, 4) if rows <= 64 else (1, 2)
+    block_m, splits = 32 if rows <= 32 else 64, (1, 2, 4) if rows <= 64 else (1, 2)
     shapes = [(64, 4, 4), (128, 8, 4), (128, 4, 4), (64, 4, 6)]
     return [Tiling(block_m, n, 128, *rest, split) for n, *rest in shapes for split in splits]
 

@@ -73,9 +73,9 @@ def test_sums_let_other_threads_run():
         thread = Thread(target=add)
         thread.start()
         begun.wait()
-        first = not gave_up.is_set()
+        runs_meanwhile = not gave_up.is_set()
         seen.set()
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert first
+    assert runs_meanwhile
