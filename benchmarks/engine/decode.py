@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
     parser.add_argument("--sampling", nargs="+", default=["temperature=0"], metavar="FIELD=VALUE,...")
     parser.add_argument("--logit-scale", type=float, default=1.0, help="factor of the final norm's weight")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up; 0: one alone")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
     largest = max(batch for batch, _, _ in cells)
@@ -45,7 +45,7 @@ def main() -> None:
             runs = []
             for repeat in range(args.repeats + 1):
                 run = engine.run(batch, prompt_len, output_len)
-                runs += [run] if repeat else []
+                runs += [run] if repeat or not args.repeats else []
                 bar.update()
             decode, decode_range = middle([run.decode_rate for run in runs])
             output, output_range = middle([run.output_rate for run in runs])

@@ -34,7 +34,9 @@ THROUGHPUT = _peer("throughput", ("model", "quantization", "batch", "input", "ou
 PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
 RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s",))
+PUBLISHED = _peer("published", ("model", "quantization", "batch"), ("first_ms", "token_ms", "tok_s", "by"))
 ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us",))
+_LONG = 8192  # prompt tokens in the cells that others publish
 _MOST_BARS = 64  # bars in a plot; longer tables lack one
 
 
@@ -57,6 +59,7 @@ class Subject:
     head: str
     unit: str
     row: Callable[[Line], Row | None]  # None for other tables' lines
+    note: str = ""  # after the table
 
 
 def number(value: float | None) -> str:
@@ -117,6 +120,18 @@ def throughput(line: Line) -> Row | None:
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
     return Row([*cells, number(peer and ours / peer), settings(line)], label, ours, peer)
+
+
+def long_prompts(line: Line) -> Row | None:
+    model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
+    if inputs < _LONG or is_divided(line) or not is_greedy(line):
+        return None
+    *figures, by = PUBLISHED.get((*of_weights(line), batch), (None,) * 4) if inputs == _LONG else (None,) * 4
+    first = line["first_token_ms"] if batch == 1 else None  # of several requests, all have theirs by then
+    ours = first, line["step_ms"]["p50"], line["output_tok_s"] if batch > 1 else None
+    label, cell = named(*of_weights(line)), f"{batch} x ({inputs}, {outputs})"
+    cells = [label, cell, *map(number, ours), number(line["decode_tok_s"]), *map(number, figures), by or "-"]
+    return Row(cells, f"{label} {cell}", line["decode_tok_s"])
 
 
 def ranks(line: Line) -> Row | None:
@@ -229,6 +244,16 @@ SUBJECTS = {
         "model | requests (in, out) | output tok/s | range | decode tok/s | peer | ratio | config", "tok/s",
         throughput,
     ),
+    "long_prompts": Subject(
+        "Long prompts, beside figures that others publish", ("decode",),
+        ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
+        "model | requests (in, out) | first token, ms | ms a token | output tok/s | decode tok/s | "
+        "published: first token, ms | ms a token | output tok/s | by", "decode tok/s", long_prompts,
+        "Callboard drafts no tokens here. Published figures are medians from SGLang's cookbook, one H200: "
+        "`python3 -m sglang.bench_serving --backend sglang --dataset-name random --random-input-len 8192 "
+        "--random-output-len 1024 --random-range-ratio 1.0 --num-prompts N --max-concurrency 1, 16 or 1024 "
+        "--warmup-requests 64 --flush-cache`. It counts input and output tokens; the table has the output's share.",
+    ),
     "ranks": Subject(
         "Tensor parallel: several GPUs as one engine", ("decode",),
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
@@ -306,7 +331,8 @@ def markdown(subject: Subject, rows: list[Row], lines: list[Line], plot: Path | 
     }
     image = [f"![{subject.title}](plots/{plot.name})", ""] if plot else []
     source_head = ["| command | date, commit | machine |", "| --- | --- | --- |"]
-    return "\n".join([f"## {subject.title}", "", *table, "", *image, *source_head, *sorted(sources), ""])
+    note = [subject.note, ""] if subject.note else []
+    return "\n".join([f"## {subject.title}", "", *table, "", *note, *image, *source_head, *sorted(sources), ""])
 
 
 def command_today(command: str) -> str:
