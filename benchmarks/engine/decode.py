@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
     parser.add_argument("--sampling", nargs="+", default=["temperature=0"], metavar="FIELD=VALUE,...")
     parser.add_argument("--logit-scale", type=float, default=1.0, help="factor of the final norm's weight")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up; 0: one alone")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs after one to warm up; 0: it is timed")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
     largest = max(batch for batch, _, _ in cells)

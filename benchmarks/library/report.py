@@ -123,7 +123,7 @@ def throughput(line: Line) -> Row | None:
 
 
 def long_prompts(line: Line) -> Row | None:
-    model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
+    batch, inputs, outputs = (line[name] for name in ("batch", "prompt_len", "output_len"))
     if inputs < _LONG or is_divided(line) or not is_greedy(line):
         return None
     *figures, by = PUBLISHED.get((*of_weights(line), batch), (None,) * 4) if inputs == _LONG else (None,) * 4

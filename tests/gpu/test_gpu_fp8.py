@@ -44,7 +44,9 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def test_rows_equal_those_of_the_twin():
     norm = torch.rand(4096, device="cuda").bfloat16()
-    for width, options in ((4096, {}), (4096, {"norm_weight": norm, "eps": 1e-5}), (28672, {"activation": "silu"})):
+    plain, gated = (dict[str, object](), {"activation": "silu"})
+    normed = {"norm_weight": norm, "eps": 1e-5}
+    for width, options in ((4096, plain), (6144, plain), (4096, normed), (28672, gated), (2 * 17408, gated)):
         x = torch.cat((randn(40, width), torch.zeros(1, width, device="cuda").bfloat16()))
         got, want = quantize_fp8_triton(x, **options), quantize_fp8_torch(x, **options)
         assert torch.allclose(got.scales, want.scales, rtol=1e-5)

@@ -25,6 +25,8 @@ OPERATIONS = {
     "norm": (SIZE, {"norm_weight": True, "eps": 1e-5}),
     "gated": (2 * SIZE, {"activation": "silu"}),
     "ungated": (SIZE, {"activation": "gelu_tanh", "gated": False}),
+    "in two blocks": (1300, {}),
+    "gated, in two blocks": (2 * 1300, {"activation": "silu"}),
 }
 
 

@@ -307,20 +307,22 @@ def decode_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
-    capacity = per_sm * num_sms(q.device)
     if deterministic or block_d > 256:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows
     else:
         tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
     tile_rows = next_power_of_2(tile_tokens * group)
+    is_small = tile_rows <= _TILE_ROWS and scales is None and q.dtype != torch.float32
+    # Programs that an SM runs at a time.
+    per_sm = 4 if block_d <= 64 else 3 if block_d == 128 or (block_d == 256 and is_small and not deterministic) else 2
+    capacity = per_sm * num_sms(q.device)
     programs, slots = num_tiles * num_kv_heads, max(1, capacity // num_kv_heads)
     places = num_tiles + slots if num_tiles > 1 else slots  # segments per kv head
     deterministic |= num_kv_heads * places > MOST_PLACES
     eager = 2 * programs <= capacity and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, options = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
-    if block_d == 128 and eager and tile_rows <= _TILE_ROWS and scales is None and q.dtype != torch.float32:
+    if per_sm == 3 and is_small and (eager or block_d == 256):
         options |= {"maxnreg": 168}  # three programs share an SM's registers
     # Rows of one token end images; only a deterministic step computes long rows here.
     last_visible = rows.last_visible if whole_images and deterministic and rows.max_count > 1 else None

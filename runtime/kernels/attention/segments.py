@@ -15,9 +15,9 @@ from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 MOST_PLACES = 1 << 16  # segments in a launch
 NUM_COUNTERS = constexpr(MOST_PLACES)  # counters for segments; the groups' counters follow
-SEGMENTS = constexpr(32)  # segments that are merged at once. A tile has more only if each has _LEAST positions
-GROUP = constexpr(16)  # segments in a group of such a tile
-_LEAST = constexpr(512)
+SEGMENTS = constexpr(16)  # segments that are merged at once. A tile has more only if each has _LEAST positions
+GROUP = constexpr(8)  # segments in a group of such a tile
+_LEAST = constexpr(128)
 
 
 @jit

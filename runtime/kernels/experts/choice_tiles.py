@@ -54,7 +54,7 @@ def tiled(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     pdl, num_choices = use_pdl(ids), len(ids)
     experts = ids.new_empty(worst_case_tiles(num_choices, num_experts, block_m))
     choices, done = ids.new_empty(len(experts), block_m), torch.empty_like(experts)
-    block, warps = (_SHORT_ROUND, 1) if max(num_choices, block_m) <= _SHORT_ROUND else (_ROUND, 4)
+    block, warps = _round(max(num_choices, block_m))
     bins, num_rows, counts = next_power_of_2(num_experts + 1), -(-num_choices // _COUNTED), ids
     if num_rows > 1:
         counts = ids.new_empty(num_rows, bins)
@@ -68,6 +68,12 @@ def tiled(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
         COUNTED=_COUNTED if num_rows > 1 else 0, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return ExpertTiles(experts, choices, done)
+
+
+def _round(num_choices: int) -> tuple[int, int]:
+    """Choices that a program compares at once, and its warps. An empty place takes the time of a choice."""
+    block = max(_SHORT_ROUND, min(_ROUND, next_power_of_2(num_choices)))
+    return block, 1 if block == _SHORT_ROUND else 4
 
 
 def worst_case_tiles(num_choices: int, num_experts: int, block_m: int) -> int:

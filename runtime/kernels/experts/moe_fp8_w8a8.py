@@ -24,6 +24,8 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
 
+_FEW_ROWS = Tile(16, 64, 128, 4, 3)  # few choices for each expert
+
 
 class Fp8Form(NamedTuple):
     """Constants of `_moe_fp8_w8a8_kernel`."""
@@ -155,9 +157,7 @@ class Fp8Experts(RoutedExperts):
         product = partial(self._fp8_product, tiles=tiles, weights=weights, residual=out)
         gate_up_bias, down_bias = self.biases
         product(rows, self.gate_up, self.gate_up_scales, gate_up_bias, *inner, tile=tile, activation=self.activation)
-        # A step's columns share a scale. One result is summed here, not two: more warps took 1.7 times as long.
-        stages = tile.num_stages * tile.block_k // tile.block_n
-        tile = tile._replace(block_k=tile.block_n, num_warps=4, num_stages=stages)
+        tile = moe_fp8_down_tile(tile)
         product(inner, self.down, self.down_scales, down_bias, results, results, tile=tile, activation=None)
         if not is_single:
             self._combine(results, weights, out)
@@ -195,7 +195,15 @@ def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Til
     """Tall tiles where experts have many tokens. Deterministic mode has one tile."""
     if num_choices > 16 * num_experts or deterministic:
         return Tile(64, 128, 128, 8, 4)
-    return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
+    return _FEW_ROWS._replace(num_stages=4) if num_choices <= MOST_SINGLE else _FEW_ROWS
+
+
+def moe_fp8_down_tile(tile: Tile) -> Tile:
+    """The second product's tile. A step's columns share a scale, so they are a tile's columns in the first product.
+    One result is summed here, not two: more warps took 1.7 times as long."""
+    if tile == _FEW_ROWS:
+        return tile._replace(block_n=128, block_k=tile.block_n)
+    return tile._replace(block_k=tile.block_n, num_warps=4, num_stages=tile.num_stages * tile.block_k // tile.block_n)
 
 
 def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:

@@ -21,6 +21,7 @@ from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl,
 _LARGEST_FP8 = constexpr(448.0)
 _LARGEST_INT16 = constexpr(32512.0)  # 127 * 256
 _SMALLEST = constexpr(2.0**-100)  # lower bound for a row's largest magnitude, so that a zero row has a scale
+_LEAST_CUT = 1024  # smaller rows take one block
 _MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the sum's low bits
 _MAGIC_BITS = constexpr(0x4B400000)
 
@@ -99,8 +100,9 @@ class QuantizeForm(NamedTuple):
     norm: bool
     gated: bool
     pdl: bool
-    block: int  # power of two, at least K
+    block: int  # power of two, at least K less the tail
     group_size: int = 0
+    tail: int = 0  # power of two, or 0: columns after the block, without a norm
 
 
 @jit
@@ -142,6 +144,12 @@ def _quantize_fp8_kernel(
     inside = cols < K
     x = _load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, FORM, ACTIVATION)
     largest = larger(largest_magnitude(x, 0), _SMALLEST)
+    if FORM.tail:
+        tail_cols = FORM.block + tl.arange(0, FORM.tail)
+        tail = _load_row(x_ptr + row * x_stride, norm_ptr, tail_cols, K, eps, FORM, ACTIVATION)
+        largest = larger(largest, largest_magnitude(tail, 0))
+        values = within(tail * (_LARGEST_FP8 / largest), _LARGEST_FP8)
+        tl.store(values_ptr + row * K + tail_cols, to_e4m3(values), mask=tail_cols < K)
     values = within(x * (_LARGEST_FP8 / largest), _LARGEST_FP8)
     tl.store(values_ptr + row * K + cols, to_e4m3(values), mask=inside)
     tl.store(scales_ptr + row, largest / _LARGEST_FP8)
@@ -159,10 +167,12 @@ def quantize_fp8_triton(
     values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        block, pdl = next_power_of_2(size), use_pdl(x)
+        block, tail, pdl = next_power_of_2(size), 0, use_pdl(x)
+        if norm_weight is None and 4 * size <= 3 * block and size > _LEAST_CUT:  # much of a block would be idle
+            block, tail = block // 2, max(64, next_power_of_2(size - block // 2))
         _quantize_fp8_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, values, scales, x.stride(0), size, eps,
-            FORM=QuantizeForm(norm_weight is not None, gated, pdl, block), ACTIVATION=activation,
+            FORM=QuantizeForm(norm_weight is not None, gated, pdl, block, tail=tail), ACTIVATION=activation,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
     return Fp8Activations(values, scales)
