@@ -114,6 +114,16 @@ def test_groups_of_segments_are_merged_in_turn(monkeypatch, spans):
     assert not arrival_counters(q.device).any()
 
 
+@pytest.mark.parametrize("length", [701, 1901, 3000, 5000])
+def test_segments_of_one_row_are_whole_tiles(monkeypatch, length):
+    """Positions that two segments shared counted twice."""
+    module = importlib.import_module("runtime.kernels.attention.decode_attention")
+    monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    q, kv, rows = paged_case([(length - 1, 1)], (4, 2, 16), dtype=torch.float32)
+    got = decode_attention(q, kv, rows, AttentionForm(0.1))
+    torch.testing.assert_close(got, paged_attention_torch(q, kv, rows, AttentionForm(0.1)))
+
+
 @pytest.mark.parametrize(("num_short", "num_slots"), [(16, 66), (40, 49), (48, 49), (60, 20)])
 def test_a_long_row_among_short_ones_has_most_segments(num_short, num_slots):
     """One program walked over the whole row, or a few over large parts."""

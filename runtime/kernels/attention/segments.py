@@ -64,9 +64,10 @@ def find_segment(
 
 @jit
 def segment_length(length, longest, FORM: tl.constexpr):
-    """Positions for a segment with at least `length` of them, if the longest walk is cut alike."""
+    """Positions for a segment with at least `length` of them, if the longest walk is cut alike. Whole tiles: a tile that
+    two segments share would count twice."""
     least = tl.maximum(tl.minimum(tl.cdiv(longest, SEGMENTS), _LEAST), FORM.least_segment)
-    return tl.maximum(tl.cdiv(length, FORM.block_n) * FORM.block_n, least)
+    return tl.cdiv(tl.maximum(length, least), FORM.block_n) * FORM.block_n
 
 
 @jit
