@@ -97,6 +97,7 @@ def decode_rows(lengths: list[int], launches: int, block_size: int, count: int =
     for own in blocks.split(sum(blocks_of)):
         table = torch.nn.utils.rnn.pad_sequence(list(own.split(blocks_of)), batch_first=True)
         sets.append(paged_rows(starts, count, max_len, table))
+        sets[-1].segments = sets[0].segments  # found once, as for a step's layers
     return sets
 
 

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.kernels.attention import latent_expanded
+from runtime.kernels.attention import latent_attention, latent_expanded, latent_segments
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
-from runtime.kernels.attention.paged_attention import PagedBatch
+from runtime.kernels.attention.paged_attention import AttentionForm, PagedBatch, paged_attention_torch
 from tests.support.kernels.attention_cases import rows_of, without_hidden
 from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
@@ -36,6 +36,77 @@ def test_deterministic_bits_depend_only_on_the_token():
     for spans in ([(500, 7), (507, 53)], [(i, 1) for i in range(500, 560)], [(i, 2) for i in range(500, 560, 2)]):
         assert torch.equal(attend(spans), want)
     assert torch.equal(attend([(3, 5), (550, 10)])[5:], want[50:])
+
+
+def walks_of(spans: list[tuple[int, int]], sizes: LatentSizes, num_sms: int, monkeypatch, **case) -> list[int]:
+    """Positions that each program walks over in a launch. Its results must equal plain attention."""
+    walks, attend = [], latent_attention.attend_latents
+
+    def attend_and_count(*args, **options):
+        walks.append(int(args[6].handle.data.item() - args[5].handle.data.item()))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(latent_attention, "attend_latents", attend_and_count)
+    monkeypatch.setattr(latent_attention, "num_sms", lambda device: num_sms)
+    over_latents, q, kv, rows = latent_case(spans, sizes, **case)
+    rope = q[..., sizes.nope_dim :]
+    want = paged_attention_torch(
+        torch.cat((over_latents, rope), -1), kv.expand(2, *kv.shape[1:]), rows, AttentionForm(0.3)
+    )
+    got = attend_rows(over_latents, rope, kv, rows, scale=0.3)
+    torch.testing.assert_close(got, want.unflatten(1, (sizes.num_heads, -1))[..., : sizes.rank], rtol=1e-4, atol=1e-5)
+    return [walk for walk in walks if walk > 0]
+
+
+@pytest.mark.parametrize(("num_short", "num_sms"), [(4, 20), (16, 33), (30, 8)])
+def test_a_long_row_among_short_ones_has_most_segments(num_short, num_sms, monkeypatch):
+    """One program walked over the whole row, or a few over large parts."""
+    spans = [(60, 1)] * (num_short // 2) + [(2999, 1)] + [(40, 1)] * (num_short - num_short // 2)
+    walks = walks_of(spans, LatentSizes(3, 16, 4), num_sms, monkeypatch)
+    work = sum(start + count for start, count in spans)
+    assert max(walks) <= 2 * work // num_sms + 16
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 20, 21, 40])
+def test_equal_rows_have_as_many_segments_as_fit(num_rows, monkeypatch):
+    walks = walks_of([(639, 1)] * num_rows, LatentSizes(3, 16, 4), 20, monkeypatch)
+    assert len(walks) == num_rows * max(1, 20 // num_rows)
+
+
+@pytest.mark.parametrize(
+    ("spans", "heads", "padding"),
+    [
+        ([(0, 1), (1, 1), (0, 0), (1500, 1), (0, 0), (70, 1)], 3, 2),
+        ([(0, 1), (1500, 3), (0, 0), (64, 2), (0, 1)], 5, 1),  # several tokens in a tile
+        ([(0, 1), (1300, 1), (5, 1)], 40, 1),  # several tiles of heads
+        ([(10, 30), (1400, 20), (0, 1)], 20, 0),  # several tiles of tokens
+    ],
+)
+def test_rows_of_different_lengths(spans, heads, padding, monkeypatch):
+    """The long row has more segments than are merged at a time."""
+    walks = walks_of(spans, LatentSizes(heads, 20, 6), 150, monkeypatch, padding_rows=padding)
+    assert max(walks) <= 112
+    assert len(walks) > 32
+
+
+def test_layers_share_segments_that_a_capture_finds_anew(monkeypatch):
+    """A warm-up has found segments for other lengths."""
+    launches = mock.MagicMock(wraps=latent_segments._find_segments_kernel)
+    launches.__getitem__.side_effect = latent_segments._find_segments_kernel.__getitem__
+    monkeypatch.setattr(latent_segments, "_find_segments_kernel", launches)
+    sizes = LatentSizes(3, 16, 4)
+    over_latents, q, kv, rows = latent_case([(900, 1), (800, 1)], sizes)
+    rope = q[..., sizes.nope_dim :]
+    for is_captured, starts in ((False, (3, 800)), (True, (900, 40))):
+        monkeypatch.setattr(latent_segments, "_is_captured", lambda tensor, is_captured=is_captured: is_captured)
+        rows.starts.copy_(torch.tensor(starts))
+        fresh = replace(rows)
+        assert not fresh.segments
+        layers = [attend_rows(over_latents, rope, kv, rows, scale=0.3) for _ in range(2)]
+        want = attend_rows(over_latents, rope, kv, fresh, scale=0.3)
+        assert torch.equal(layers[0], want)
+        assert torch.equal(layers[1], want)
+    assert launches.__getitem__.call_count == 4
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 70, 130])

@@ -3,10 +3,12 @@
 All heads read the same vectors: a tile's rows are the heads of one token, or of several in a row. Each
 vector is read once, as a key and, without its rotary part, as a value.
 
-Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and a second
-kernel merges their results. Each program there has a part of one token's head. In deterministic mode, segments lie
-at fixed positions, and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it
-sees.
+Few tiles would leave most of a GPU idle, and a long row would outlast short ones. Different programs then attend to
+segments of a row's positions, and a second kernel merges their results. Each program there has a part of one token's
+head. By default, the longest rows have the most segments (latent_segments.py).
+
+In deterministic mode, segments lie at fixed positions, and tiles have one shape. A token's bits then depend only on
+its own q and on the vectors that it sees.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 
 from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
 from runtime.kernels.attention.latent_heads import head_product_triton
+from runtime.kernels.attention.latent_segments import find_segments, load_segment
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
@@ -41,7 +44,8 @@ _FIXED_SEGMENT = 512  # positions, deterministic mode
 _MAX_SPLITS = 64
 _LEAST_SEGMENT = 32  # positions
 _MERGED_PART = 128  # head elements that a program merges
-_MAX_PARTIAL = 1 << 25  # elements in segments' results in deterministic mode; with more, segments are not split
+_MERGING = 32  # such programs that an SM runs at a time
+_MAX_PARTIAL = 1 << 25  # elements in segments' results; with more, tiles are not split
 
 
 class LatentTiles(NamedTuple):
@@ -57,13 +61,14 @@ class LatentTiles(NamedTuple):
     num_rows: int  # power of two, at least num_rows; 0 if a row is one tile
     segment: int  # positions per segment with `fixed`, else at least that many
     fixed: bool  # segments lie at multiples of `segment`
-    split: bool  # segments are merged by another kernel
+    split: bool  # segments are merged by another kernel, unless a tile is found to have one
     block_m: int
     block_n: int
     block_rank: int
     block_rope: int
     part: int  # part of the rank that a program merges, a power of two
     pdl: bool
+    is_first: bool = False  # the launch before this one has found the segments
     merge: int = 16  # segments loaded at a time
     lowest: float = -1e30  # lower than all scores, yet finite
     first_key: int = 0
@@ -84,6 +89,7 @@ def _latent_attention_kernel(
     tables_ptr,
     acc_ptr,  # [tiles, head tiles, num_segments, BLOCK_M, RANK] fp32, each segment's result
     sums_ptr,  # [tiles, head tiles, num_segments, 2, BLOCK_M] fp32, its highest score and its sum of weights
+    found_ptr,  # segments (`find_segments`), each for one program per head tile; None if all tiles have as many
     rope_stride,
     table_stride,
     num_rows,
@@ -93,16 +99,21 @@ def _latent_attention_kernel(
 ):
     tile, head_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_head_tiles, num_splits = tl.num_programs(1), tl.num_programs(2)
-    if FORM.num_rows:
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
+    if found_ptr is not None:
+        # Places without a segment are the last ones, so that no other program waits for them.
+        program, num_head_tiles = tile, tl.cdiv(FORM.num_heads, FORM.heads)
+        head_tile = program % num_head_tiles
+        if FORM.pdl and FORM.is_first:
+            tl.extra.cuda.gdc_wait()
+        q_start, count, start, slot, _, segments, begin, stop = load_segment(found_ptr, program // num_head_tiles)
+        table_ptr = tables_ptr + slot.to(tl.int64) * table_stride
+        if (count <= 0) & (program > 0):  # program 0 waits always: a launch must not end before its predecessor
+            return
     else:
-        row, row_tile = tile, 0
-    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
-    start = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens  # position of the tile's first token
-    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    length = start + count
-    segment_len, segments = segments_of(length, num_splits, FORM)
+        row, q_start, count, start = find_tile(starts_ptr, q_starts_ptr, tile, num_rows, FORM)
+        table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        length = start + count
+        segment_len, segments = segments_of(length, num_splits, FORM)
     if FORM.pdl:  # rows and tables are older than the launch before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,7 +125,11 @@ def _latent_attention_kernel(
     heads = head_tile * FORM.heads + lanes % FORM.heads
     used = (lanes < count * FORM.heads) & (heads < FORM.num_heads)
     q_tokens = (q_start + lanes // FORM.heads).to(tl.int64)
-    q_at = ((q_tokens * FORM.num_heads + heads) * FORM.rank)[:, None] + dims[None, :]
+    if found_ptr is None:
+        q_at = ((q_tokens * FORM.num_heads + heads) * FORM.rank)[:, None] + dims[None, :]
+    else:  # a tile with several tokens has all their heads; small offsets from its first one take fewer registers
+        first = (q_start.to(tl.int64) * FORM.num_heads + head_tile * FORM.heads) * FORM.rank
+        q_ptr, out_ptr, q_at = q_ptr + first, out_ptr + first, lanes[:, None] * FORM.rank + dims[None, :]
     whole = used[:, None] & (dims < FORM.rank)[None, :]
     q = tl.load(q_ptr + q_at, mask=whole, other=0.0)
     rope_at = (q_tokens * rope_stride + heads * FORM.head_dim)[:, None] + rope_dims[None, :]
@@ -140,17 +155,37 @@ def _latent_attention_kernel(
             else:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
     else:  # one segment a program
-        begin = split * segment_len
+        if found_ptr is None:
+            begin = split * segment_len
+            stop = tl.minimum(begin + segment_len, length)
         m, total, acc = attend_latents(
-            q, q_rope, q_positions, kv_ptr, table_ptr, begin, tl.minimum(begin + segment_len, length), m, total, acc,
-            scale_log2, FORM,
-        )  # fmt: skip
-        if FORM.split:
+            q, q_rope, q_positions, kv_ptr, table_ptr, begin, stop, m, total, acc, scale_log2, FORM
+        )
+        if found_ptr is not None:
+            if segments > 1:
+                store_segment(
+                    acc_ptr, sums_ptr, program, m, total, acc, lanes, dims, used, whole, FORM.block_m, FORM.rank
+                )
+            else:
+                tl.store(out_ptr + q_at, (acc * (1 / total)[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+        elif FORM.split:
             store_segment(
                 acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, FORM.block_m, FORM.rank
             )
     if not FORM.split:
         tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@jit
+def find_tile(starts_ptr, q_starts_ptr, tile, num_rows, FORM: tl.constexpr):
+    """(row, the tile's first token in q, its number of tokens, its first token's position)."""
+    if FORM.num_rows:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
+    else:
+        row, row_tile = tile, 0
+    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
+    return row, q_start, count, tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens
 
 
 @jit
@@ -211,14 +246,8 @@ def _merge_latents_kernel(
 ):
     """A part of one head for a tile's tokens, one after another."""
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if FORM.num_rows:
-        row, row_tile = find_row(q_starts_ptr, tile, num_rows, FORM.tile_tokens, FORM.num_rows)
-    else:
-        row, row_tile = tile, 0
-    q_start = tl.load(q_starts_ptr + row) + row_tile * FORM.tile_tokens
-    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, FORM.tile_tokens)
-    length = tl.load(starts_ptr + row) + row_tile * FORM.tile_tokens + count
-    _, segments = segments_of(length, num_splits, FORM)
+    _, q_start, count, start = find_tile(starts_ptr, q_starts_ptr, tile, num_rows, FORM)
+    _, segments = segments_of(start + count, num_splits, FORM)
     if FORM.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -226,21 +255,63 @@ def _merge_latents_kernel(
     tile_of_head = tile * tl.cdiv(FORM.num_heads, FORM.heads) + head // FORM.heads
     for token in range(count):
         lane = token * FORM.heads + head % FORM.heads
-        m = tl.full([1], FORM.lowest, tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.full([1, FORM.part], 0, tl.float32)
-        for first in range(0, segments, FORM.merge):
-            for i in tl.static_range(tl.constexpr(FORM.merge)):  # their loads are in flight together
-                here = tl.full([1], first + i, tl.int32) < segments
-                place = tile_of_head.to(tl.int64) * num_segments + first + i
-                sums_at = sums_ptr + place * (2 * FORM.block_m) + lane + tl.zeros([1], tl.int32)
-                other_m = tl.load(sums_at, mask=here, other=FORM.lowest)
-                other_total = tl.load(sums_at + FORM.block_m, mask=here, other=0.0)
-                acc_at = acc_ptr + place * (FORM.block_m * FORM.rank) + lane * FORM.rank + dims
-                other_acc = tl.load(acc_at, mask=here[:, None] & (dims < FORM.rank), other=0.0)
-                m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        acc = merge_lane(acc_ptr, sums_ptr, tile_of_head.to(tl.int64) * num_segments, 1, segments, lane, dims, FORM)
         at = out_ptr + ((q_start + token).to(tl.int64) * FORM.num_heads + head) * FORM.rank + dims
-        tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims < FORM.rank)
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=dims < FORM.rank)
+
+
+@jit
+def _merge_found_kernel(
+    out_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous
+    acc_ptr,  # written by `_latent_attention_kernel`
+    sums_ptr,
+    found_ptr,
+    FORM: tl.constexpr,  # `LatentTiles`
+):
+    """A part of some heads and tokens in a tile with several segments. Each of these has as many programs."""
+    program, share, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_head_tiles = tl.cdiv(FORM.num_heads, FORM.heads)
+    head_tile = program % num_head_tiles
+    q_start, count, _, _, segment, segments, _, _ = load_segment(found_ptr, program // num_head_tiles)
+    heads = tl.minimum(FORM.num_heads - head_tile * FORM.heads, FORM.heads)
+    first, pairs = segment * tl.num_programs(1) + share, count * heads
+    is_idle = (segments <= 1) | (first >= pairs)
+    if is_idle & (program > 0):  # program 0 waits always: a launch must not end before its predecessor
+        return
+    if FORM.pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if is_idle:
+        return
+    dims = part * FORM.part + tl.arange(0, FORM.part)[None, :]
+    for pair in range(first, pairs, segments * tl.num_programs(1)):
+        token, head = pair // heads, pair % heads
+        lane = token * FORM.heads + head
+        acc = merge_lane(
+            acc_ptr, sums_ptr, program - segment * num_head_tiles, num_head_tiles, segments, lane, dims, FORM
+        )
+        head += head_tile * FORM.heads
+        at = out_ptr + ((q_start + token).to(tl.int64) * FORM.num_heads + head) * FORM.rank + dims
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=dims < FORM.rank)
+
+
+@jit
+def merge_lane(acc_ptr, sums_ptr, first_place, stride, segments, lane, dims, FORM: tl.constexpr):
+    """A part of one head's result for a token, whose segments are `stride` places apart."""
+    m = tl.full([1], FORM.lowest, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.full([1, FORM.part], 0, tl.float32)
+    for first in range(0, segments, FORM.merge):
+        for i in tl.static_range(tl.constexpr(FORM.merge)):  # their loads are in flight together
+            here = tl.full([1], first + i, tl.int32) < segments
+            place = first_place + (first + i) * stride
+            sums_at = sums_ptr + place * (2 * FORM.block_m) + lane + tl.zeros([1], tl.int32)
+            other_m = tl.load(sums_at, mask=here, other=FORM.lowest)
+            other_total = tl.load(sums_at + FORM.block_m, mask=here, other=0.0)
+            acc_at = acc_ptr + place * (FORM.block_m * FORM.rank) + lane * FORM.rank + dims
+            other_acc = tl.load(acc_at, mask=here[:, None] & (dims < FORM.rank), other=0.0)
+            m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+    return acc / total[:, None]
 
 
 def attend_rows(
@@ -267,30 +338,45 @@ def attend_rows(
     splits = max(1, min(sms // programs, _MAX_SPLITS))
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
+    slots = max(1, sms // head_tiles)
+    places = min(num_tiles + slots, num_tiles * segments)  # most segments in default mode
+    is_found = not deterministic and 1 < num_tiles < places <= _MAX_PARTIAL // (head_tiles * block_m * rank)
     splits = min(splits, segments)
     if not deterministic:
         segments = splits
     elif programs * segments * block_m * rank > _MAX_PARTIAL:
         splits = 1
-    partial_rows = programs * segments * block_m if splits > 1 else 0
+    split = is_found or splits > 1
+    partial_rows = (head_tiles * places if is_found else programs * segments) * block_m if split else 0
     acc, sums = (torch.empty(partial_rows * size, dtype=torch.float32, device=q.device) for size in (rank, 2))
     pdl = use_pdl(q)
     part = min(_MERGED_PART, next_power_of_2(rank))
+    found, is_first = None, False
+    if is_found:
+        found, is_first = find_segments(rows, places, slots, tile_tokens, block_n, pdl)
     form = LatentTiles(
         block_size, num_heads, rope.stride(1), rank, rope_dim, heads=-(-num_heads // head_tiles),
         tile_tokens=tile_tokens, num_rows=0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows),
-        segment=segment, fixed=deterministic, split=splits > 1, block_m=block_m, block_n=block_n,
+        segment=segment, fixed=deterministic, split=split, block_m=block_m, block_n=block_n,
         block_rank=next_power_of_2(rank), block_rope=max(_TILE_ROWS, next_power_of_2(rope_dim)), part=part, pdl=pdl,
-        first_key=first_key,
+        is_first=is_first, first_key=first_key,
     )  # fmt: skip
     options = {"launch_pdl": True} if pdl else {}
-    _latent_attention_kernel[(num_tiles, head_tiles, splits)](
-        q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
+    _latent_attention_kernel[(head_tiles * places,) if is_found else (num_tiles, head_tiles, splits)](
+        q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, found, rope.stride(0),
         rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, form, num_warps=warps, num_stages=stages,
         **options,
     )  # fmt: skip
-    if splits > 1:
-        _merge_latents_kernel[(num_tiles, num_heads, -(-rank // part))](
+    parts = -(-rank // part)
+    if is_found:
+        # Enough programs for equal rows, or for two segments. An SM runs _MERGING at a time; more would delay idle ones.
+        shares = -(-form.heads * tile_tokens // max(2, slots // num_tiles))
+        shares = max(1, min(shares, _MERGING * sms // (head_tiles * places * parts)))
+        _merge_found_kernel[(head_tiles * places, shares, parts)](
+            out, acc, sums, found, form._replace(is_first=False), num_warps=1, **options
+        )
+    elif split:
+        _merge_latents_kernel[(num_tiles, num_heads, parts)](
             out, rows.starts, rows.q_starts, acc, sums, rows.num_rows, splits, segments, form, num_warps=1, **options
         )
     return out

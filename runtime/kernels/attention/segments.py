@@ -22,8 +22,9 @@ _LEAST = constexpr(128)
 
 @jit
 def find_segment(
-    q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM: tl.constexpr, HAS_PIECES: tl.constexpr
-):
+    q_starts_ptr, starts_ptr, place, num_rows, num_slots, pieces, FORM: tl.constexpr, HAS_PIECES: tl.constexpr,
+    MOST: tl.constexpr = SEGMENTS,
+):  # fmt: skip
     """(row, its tile, the tile's segment, positions per segment) for the place-th program. A program
     that is not needed has its tile beyond the row's last.
 
@@ -50,7 +51,7 @@ def find_segment(
         most = tl.minimum(tl.cdiv(work, filled - num_tiles + 1), tl.cdiv(longest, filled // num_tiles))
         even = tl.cdiv(work, num_slots)
         most = tl.where(most > 2 * even, even, most).to(tl.int32)
-    most = segment_length(most, longest, FORM)
+    most = segment_length(most, longest, FORM, MOST)
     ends = tl.cumsum(tiles * tl.cdiv(walks, most))
     # The last row that begins at this place or before, and where: two at once.
     before = (ends <= place) & (rows < num_rows - 1)
@@ -63,10 +64,12 @@ def find_segment(
 
 
 @jit
-def segment_length(length, longest, FORM: tl.constexpr):
-    """Positions for a segment with at least `length` of them, if the longest walk is cut alike. Whole tiles: a tile that
-    two segments share would count twice."""
-    least = tl.maximum(tl.minimum(tl.cdiv(longest, SEGMENTS), _LEAST), FORM.least_segment)
+def segment_length(length, longest, FORM: tl.constexpr, MOST: tl.constexpr = SEGMENTS):
+    """Positions for a segment with at least `length` of them, if the longest walk is cut alike.
+
+    A tile has more than MOST segments only if each has _LEAST positions. Segments are whole tiles of positions: one
+    that two segments share would count twice."""
+    least = tl.maximum(tl.minimum(tl.cdiv(longest, MOST), _LEAST), FORM.least_segment)
     return tl.cdiv(tl.maximum(length, least), FORM.block_n) * FORM.block_n
 
 

@@ -93,6 +93,10 @@ CASES = [
     latents("segments", [(1300, 1), (20, 1)], LatentSizes(3, 16, 4), 64),
     latents("segments", [(600, 2)], LatentSizes(3, 16, 4), bounds={"max_len": 1 << 17}),
     *(
+        latents("a long row", [(511, 1)] * 30 + [(29_999, 1), (0, 1)], sizes, padding=2, on="cuda")
+        for sizes in LARGE
+    ),
+    *(
         latents("large", spans, sizes, block, padding, on="cuda", value=sizes.nope_dim)
         for sizes in [*LARGE, LatentSizes(5, 96, 16)]
         for spans, block, padding in (
