@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.kernels.attention import latent_attention, latent_expanded, latent_segments
+from runtime.kernels.attention import latent_attention, latent_expanded, segments
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
@@ -91,14 +91,14 @@ def test_rows_of_different_lengths(spans, heads, padding, monkeypatch):
 
 def test_layers_share_segments_that_a_capture_finds_anew(monkeypatch):
     """A warm-up has found segments for other lengths."""
-    launches = mock.MagicMock(wraps=latent_segments._find_segments_kernel)
-    launches.__getitem__.side_effect = latent_segments._find_segments_kernel.__getitem__
-    monkeypatch.setattr(latent_segments, "_find_segments_kernel", launches)
+    launches = mock.MagicMock(wraps=segments._find_segments_kernel)
+    launches.__getitem__.side_effect = segments._find_segments_kernel.__getitem__
+    monkeypatch.setattr(segments, "_find_segments_kernel", launches)
     sizes = LatentSizes(3, 16, 4)
     over_latents, q, kv, rows = latent_case([(900, 1), (800, 1)], sizes)
     rope = q[..., sizes.nope_dim :]
     for is_captured, starts in ((False, (3, 800)), (True, (900, 40))):
-        monkeypatch.setattr(latent_segments, "_is_captured", lambda tensor, is_captured=is_captured: is_captured)
+        monkeypatch.setattr(segments, "_is_captured", lambda tensor, is_captured=is_captured: is_captured)
         rows.starts.copy_(torch.tensor(starts))
         fresh = replace(rows)
         assert not fresh.segments

@@ -5,7 +5,7 @@ vector is read once, as a key and, without its rotary part, as a value.
 
 Few tiles would leave most of a GPU idle, and a long row would outlast short ones. Different programs then attend to
 segments of a row's positions, and a second kernel merges their results. Each program there has a part of one token's
-head. By default, the longest rows have the most segments (latent_segments.py).
+head. By default, the longest rows have the most segments (segments.py).
 
 In deterministic mode, segments lie at fixed positions, and tiles have one shape. A token's bits then depend only on
 its own q and on the vectors that it sees.
@@ -21,7 +21,6 @@ import torch
 
 from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
 from runtime.kernels.attention.latent_heads import head_product_triton
-from runtime.kernels.attention.latent_segments import find_segments, load_segment
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
@@ -35,7 +34,7 @@ from runtime.kernels.attention.paged_attention import (
     rows_searched,
     softmax_step,
 )
-from runtime.kernels.attention.segments import merge, num_sms, store_segment
+from runtime.kernels.attention.segments import find_segments, load_segment, merge, num_sms, store_segment
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE_ROWS = 16  # the smallest matrix instruction's rows; every tile's in deterministic mode
@@ -297,7 +296,7 @@ def _merge_found_kernel(
 
 @jit
 def merge_lane(acc_ptr, sums_ptr, first_place, stride, segments, lane, dims, FORM: tl.constexpr):
-    """A part of one head's result for a token, whose segments are `stride` places apart."""
+    """A part of one head's result for a token, from segments `stride` places apart."""
     m = tl.full([1], FORM.lowest, tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.full([1, FORM.part], 0, tl.float32)
@@ -369,7 +368,7 @@ def attend_rows(
     )  # fmt: skip
     parts = -(-rank // part)
     if is_found:
-        # Enough programs for equal rows, or for two segments. An SM runs _MERGING at a time; more would delay idle ones.
+        # Enough programs for equal rows, or for two segments. More than an SM runs at a time would delay idle ones.
         shares = -(-form.heads * tile_tokens // max(2, slots // num_tiles))
         shares = max(1, min(shares, _MERGING * sms // (head_tiles * places * parts)))
         _merge_found_kernel[(head_tiles * places, shares, parts)](

@@ -46,7 +46,7 @@ class PagedRows:
     prefix_ready: bool = False
     # [tokens in q] int32, the last position that each token sees in layers with whole images; None for its own
     last_visible: torch.Tensor | None = None
-    # The programs' segments (latent_segments.py), by the launch's sizes. All layers share them. A copy of the rows
+    # The programs' segments (segments.py), by the launch's sizes. All layers share them. A copy of the rows
     # begins without any, since its tensors may differ.
     segments: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
