@@ -30,7 +30,7 @@ STACK_BUDGET = {
 # logits that samples -1. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel",
-    "_latent_attention_kernel", "_merge_latents_kernel",
+    "_latent_attention_kernel", "_merge_latents_kernel", "_merge_found_kernel",
 }  # fmt: skip
 
 
