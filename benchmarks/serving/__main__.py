@@ -12,6 +12,8 @@ request's next. Output tok/s runs from the first request to the last answer's en
 a rate is named, and the same in every run. A session's turns continue all earlier ones. The answers in between are
 invented ids in the model's number, so only text that the client knows can be shared.
 
+`sharegpt` sends all requests at once, `sharegpt16` 16 a second; total_tok_s counts input and output tokens.
+
 A workload with long prompts reports them apart, as long_ttft_ms. Its other figures are the chats':
 
     python -m benchmarks.serving --engine qwen3.6-35b-a3b --workloads chats-alone 72k-alone chats-beside-72k \
@@ -72,6 +74,17 @@ class Draw:
         kinds = [others if others and self._rng.random() < 0.25 else inputs for _ in range(count)]
         return [Session(float(s), [self.turn(k, outputs, prefix)]) for s, k in zip(starts, kinds, strict=True)]
 
+    def chats_of_people(self, count: int, rate: float = 0.0) -> list[Session]:
+        """`count` single requests with ShareGPT's mean lengths, 161 in and 338 out (Kwon et al., 2023, section 6.1).
+
+        Lengths are drawn from a log-normal distribution with a deviation of one, at most 1,024 each. Their means are
+        then about 155 and 290."""
+        sessions = self.requests(count, (1, 1), (1, 1), rate)
+        lengths = self._rng.lognormal(np.log([161.31, 337.99]) - 0.5, 1.0, (count, 2)).clip(4, 1024).astype(int)
+        for session, (inputs, outputs) in zip(sessions, lengths.tolist(), strict=True):
+            session.turns = [self.turn((inputs, inputs), (outputs, outputs))]
+        return sessions
+
     def conversations(
         self, count: int, turns: tuple[int, int], news: tuple[int, int], outputs: tuple[int, int],
         pauses: tuple[float, float], shared: int, rate: float = 0.0,
@@ -104,11 +117,13 @@ WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
     # 8 agents: tools in common, then a tool's result a turn. 32 chats, 2 new ones a second, with people's pauses.
     "agents": lambda draw: draw.conversations(8, (10, 10), (100, 800), (40, 160), (0.05, 0.5), shared=2000),
     "chats": lambda draw: draw.conversations(32, (2, 6), (20, 200), (50, 250), (1.0, 4.0), shared=300, rate=2),
+    "sharegpt": lambda draw: draw.chats_of_people(1000),
+    "sharegpt16": lambda draw: draw.chats_of_people(320, rate=16),
     "chats-alone": lambda draw: chats_and_long(draw, 16, 0),
     "72k-alone": lambda draw: chats_and_long(draw, 0, 4),
     "chats-beside-72k": lambda draw: chats_and_long(draw, 16, 4),
 }
-DEFAULT = [name for name in WORKLOADS if "alone" not in name and "72k" not in name]
+DEFAULT = [name for name in WORKLOADS if not any(part in name for part in ("alone", "72k", "sharegpt"))]
 
 
 async def play_over_http(sessions: list[Session], client: Client) -> None:
@@ -167,7 +182,10 @@ def figures_of(sessions: list[Session]) -> dict[str, float]:
     percentiles = {f"{name}{p}": found[key][f"p{p}"] for name, key in latencies.items() for p in (50, 99)}
     if long:
         percentiles |= {f"long_ttft{p}": figures(long)["ttft_ms"][f"p{p}"] for p in (50, 99)}
-    return percentiles | {"tok_s": found["output_tokens_per_s"], "tokens_per_event": found["tokens_per_event"]}
+    rate = found["output_tokens_per_s"]
+    num_in, num_out = (sum(counts) for counts in zip(*((len(t.prompt), t.num_tokens) for t in turns), strict=True))
+    whole = {"total_tok_s": rate * (num_in + num_out) / num_out} if not long else {}
+    return percentiles | whole | {"tok_s": rate, "tokens_per_event": found["tokens_per_event"]}
 
 
 def main() -> None:
@@ -212,7 +230,8 @@ def main() -> None:
                 output_tok_s=found["tok_s"][0], output_range=found["tok_s"][1],
                 ttft_ms={"p50": found["ttft50"][0], "p99": found["ttft99"][0]},
                 itl_ms={"p50": found["itl50"][0], "p99": found["itl99"][0]},
-                tokens_per_event=found["tokens_per_event"][0], **({"long_ttft_ms": long} if long else {}),
+                tokens_per_event=found["tokens_per_event"][0],
+                **({"long_ttft_ms": long} if long else {"total_tok_s": found["total_tok_s"][0]}),
             )  # fmt: skip
 
 
