@@ -79,7 +79,7 @@ def test_equal_rows_have_as_many_segments_as_fit(num_rows, monkeypatch):
         ([(0, 1), (1, 1), (0, 0), (1500, 1), (0, 0), (70, 1)], 3, 2),
         ([(0, 1), (1500, 3), (0, 0), (64, 2), (0, 1)], 5, 1),  # several tokens in a tile
         ([(0, 1), (1300, 1), (5, 1)], 40, 1),  # several tiles of heads
-        ([(10, 30), (1400, 20), (0, 1)], 20, 0),  # several tiles of tokens
+        ([(10, 8), (1300, 7), (0, 1)], 20, 0),  # several tiles of tokens
     ],
 )
 def test_rows_of_different_lengths(spans, heads, padding, monkeypatch):
