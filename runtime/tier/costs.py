@@ -19,9 +19,10 @@ _NUM_SAMPLES = 5
 _KEPT_S = 60.0  # older samples are dropped: after a slow time, loads are tried again
 
 
-def least_tokens(device: str) -> int:
-    """Tokens of the shortest prefix that is stored and loaded; shorter ones are computed."""
-    return _LEAST_TOKENS["cpu" if device == "cpu" else "cuda"]
+def least_tokens(device: str, chosen: int | None) -> int:
+    """Tokens of the shortest prefix that is stored and loaded; shorter ones are computed. The device's if none is
+    chosen."""
+    return _LEAST_TOKENS["cpu" if device == "cpu" else "cuda"] if chosen is None else chosen
 
 
 class Costs:

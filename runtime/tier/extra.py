@@ -110,7 +110,7 @@ class Tier(Extra):
         the device's usual number."""
         assert info.tier is not None
         self._tier, self.index, self._clock = info.tier, index, clock
-        self._least_tokens = least_tokens(info.device) if shortest is None else shortest
+        self._least_tokens = least_tokens(info.device, shortest)
         self._limits = _CPU if info.device == "cpu" else _GPU
         self.costs = Costs(info.device, clock, prefill_rate)
         self._loading: dict[RequestState, _Load] = {}  # LOADING requests, and what they wait for

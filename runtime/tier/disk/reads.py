@@ -87,7 +87,7 @@ class DiskReads(Extra):
         """See `Tier` for the arguments."""
         assert info.tier is not None
         self._tier, self._ram, self._disk, self._clock = info.tier, ram, disk, clock
-        self._least_tokens = least_tokens(info.device) if shortest is None else shortest
+        self._least_tokens = least_tokens(info.device, shortest)
         self._costs = Costs(info.device, clock, prefill_rate, lambda: disk.read_rate or _FIRST_RATE)
         self._reads: dict[RequestState, _Read] = {}
         self._figures = {"tier_disk_tokens": 0.0, "tier_disk_bytes": 0.0}
