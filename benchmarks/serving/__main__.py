@@ -183,8 +183,8 @@ def figures_of(sessions: list[Session]) -> dict[str, float]:
     if long:
         percentiles |= {f"long_ttft{p}": figures(long)["ttft_ms"][f"p{p}"] for p in (50, 99)}
     rate = found["output_tokens_per_s"]
-    num_in, num_out = (sum(counts) for counts in zip(*((len(t.prompt), t.num_tokens) for t in turns), strict=True))
-    whole = {"total_tok_s": rate * (num_in + num_out) / num_out} if not long else {}
+    num_in, num_out = sum(len(turn.prompt) for turn in turns), sum(turn.num_tokens for turn in turns)
+    whole = {} if long else {"total_tok_s": rate * (num_in + num_out) / num_out}
     return percentiles | whole | {"tok_s": rate, "tokens_per_event": found["tokens_per_event"]}
 
 

@@ -157,7 +157,7 @@ class Fp8Experts(RoutedExperts):
         product = partial(self._fp8_product, tiles=tiles, weights=weights, residual=out)
         gate_up_bias, down_bias = self.biases
         product(rows, self.gate_up, self.gate_up_scales, gate_up_bias, *inner, tile=tile, activation=self.activation)
-        tile = moe_fp8_down_tile(tile)
+        tile = _down_tile(tile)
         product(inner, self.down, self.down_scales, down_bias, results, results, tile=tile, activation=None)
         if not is_single:
             self._combine(results, weights, out)
@@ -198,7 +198,7 @@ def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Til
     return _FEW_ROWS._replace(num_stages=4) if num_choices <= MOST_SINGLE else _FEW_ROWS
 
 
-def moe_fp8_down_tile(tile: Tile) -> Tile:
+def _down_tile(tile: Tile) -> Tile:
     """The second product's tile. A step's columns share a scale, so they are a tile's columns in the first product.
     One result is summed here, not two: more warps took 1.7 times as long."""
     if tile == _FEW_ROWS:
