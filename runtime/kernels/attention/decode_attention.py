@@ -366,6 +366,8 @@ def _tile(
         return 32, {"num_warps": 4, "num_stages": 3}
     if block_d == 128 and scales != "none" and not eager and not deterministic:
         return (128, {"num_warps": 2, "num_stages": 4}) if scales == "head" else (64, {"num_warps": 2, "num_stages": 3})
+    if block_d == 128 and deterministic:
+        return (128, {"num_warps": 4, "num_stages": 2}) if scales == "none" else (64, {"num_warps": 2, "num_stages": 3})
     if block_d == 128:
-        return 64, {"num_warps": 2 if deterministic else 4, "num_stages": 3}
+        return 64, {"num_warps": 4, "num_stages": 3}
     return 64, {"num_warps": 4, "num_stages": 3} if eager else {"num_warps": 2, "num_stages": 5}
