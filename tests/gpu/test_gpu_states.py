@@ -93,3 +93,15 @@ def test_a_captured_prompt_follows_the_rows():
         graph.replay()
         own = sum(span.count for span in spans[:-1])
         assert torch.equal(out[:own], kernels(inputs, case.weights, new, other)[:own])
+
+
+def test_a_prompt_has_the_same_bits_beside_others():
+    """More programs than multiprocessors take larger blocks of values."""
+    length = 200
+    case = Bits(torch.bfloat16, length, num_slots=8)
+    alone = case.memory()
+    [want] = case.step(alone, [Span(0, 0, length, length)])
+    together = case.memory()
+    for out in case.step(together, [Span(slot, 0, length, length) for slot in range(8)]):
+        assert torch.equal(out, want)
+    assert torch.equal(together.state[1:9], alone.state[1:2].expand(8, -1, -1, -1))

@@ -22,6 +22,7 @@ _LARGEST_FP8 = constexpr(448.0)
 _LARGEST_INT16 = constexpr(32512.0)  # 127 * 256
 _SMALLEST = constexpr(2.0**-100)  # lower bound for a row's largest magnitude, so that a zero row has a scale
 _LEAST_CUT = 1024  # smaller rows take one block
+_MANY_ROWS = 1024  # as many programs hide each other's latency; warps as measured on an H200
 _MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the sum's low bits
 _MAGIC_BITS = constexpr(0x4B400000)
 
@@ -170,10 +171,13 @@ def quantize_fp8_triton(
         block, tail, pdl = next_power_of_2(size), 0, use_pdl(x)
         if norm_weight is None and 4 * size <= 3 * block and size > _LEAST_CUT:  # much of a block would be idle
             block, tail = block // 2, max(64, next_power_of_2(size - block // 2))
+        num_warps = min(max(block // 512, 1), 16)
+        if num_rows >= _MANY_ROWS:
+            num_warps = 32 if activation is not None and block + tail >= 16384 else min(max(block // 1024, 1), 8)
         _quantize_fp8_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, values, scales, x.stride(0), size, eps,
             FORM=QuantizeForm(norm_weight is not None, gated, pdl, block, tail=tail), ACTIVATION=activation,
-            num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
+            num_warps=num_warps, launch_pdl=pdl,
         )  # fmt: skip
     return Fp8Activations(values, scales)
 

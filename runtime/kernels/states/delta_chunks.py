@@ -21,6 +21,7 @@ import torch
 
 from runtime.base.kv_cache_spec import CHUNK
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
+from runtime.kernels.attention.segments import num_sms
 from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit
 from runtime.kernels.step.state_rows import DeltaForm, DeltaState, StateRows
@@ -28,7 +29,7 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 
 _SCALARS = 3  # numbers per token and head: q's factor, k's factor, and the chunk's decay
 _NORM_TOKENS = 32  # tokens per gated-norm program
-_VALUES = 32  # value dimensions of a head that a program carries the state for
+_VALUES = 32  # value dimensions of a head that a program carries the state for; or twice as many
 
 
 @jit
@@ -337,7 +338,10 @@ def launch_chunks(
     # use older instructions. 128-wide heads with the stages below were checked on an H200.
     row_bytes = _row_bytes(qkv, key_dim)
     num_warps = 4 if key_dim == value_dim == 128 and row_bytes == 16 else 2
-    value_block = min(block_v, _VALUES)
+    value_block, carry_warps, stages = min(block_v, _VALUES), num_warps, 2 if qkv.dtype == torch.float32 else 3
+    long_rows = max(rows.num_tokens // max(rows.max_count, 1), 1)  # about, since the others' programs end at once
+    if num_warps == 4 and stages == 3 and long_rows * value_heads * (value_dim // _VALUES) > num_sms(qkv.device):
+        value_block, carry_warps = 2 * _VALUES, 8  # an SM holds one program, so half as many take fewer waves
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     sizes = key_heads, group, value_heads, key_dim, value_dim
     constants = ChunksForm(*sizes, num_rows, block_k, block_v, precision, solve, unit, row_bytes, pdl)
@@ -349,8 +353,7 @@ def launch_chunks(
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
-        constants._replace(block_v=value_block), num_warps=num_warps, num_stages=2 if qkv.dtype == torch.float32 else 3,
-        launch_pdl=pdl,
+        constants._replace(block_v=value_block), num_warps=carry_warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](

@@ -295,7 +295,7 @@ def layers_with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
     state = state_cases.make_state(state_cases.QWEN, 9, 8, torch.bfloat16, "meta")
     layer = state_cases.layer_of(causal_conv_triton, delta_rule_triton)
     short = inputs(64, 3 * 2048), inputs(2048, 3), None
-    for steps_only, count in ((True, 1), (True, 8), (False, 64)):
+    for steps_only, count in ((True, 1), (True, 8), (False, 64), (False, 32)):
         spans = [state_cases.Span(None, 0, count, 0)] * (64 // count)
         rows = state_cases.make_rows(spans, 8, "meta", steps_only)
         name = f"torch.bfloat16, {len(spans)} rows{' of steps' * steps_only}"
