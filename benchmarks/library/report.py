@@ -129,7 +129,8 @@ def long_prompts(line: Line) -> Row | None:
     *figures, by = PUBLISHED.get((*of_weights(line), batch), (None,) * 4) if inputs == _LONG else (None,) * 4
     first = line["first_token_ms"] if batch == 1 else None  # of several requests, all have theirs by then
     ours = first, line["step_ms"]["p50"], line["output_tok_s"] if batch > 1 else None
-    label, cell = named(*of_weights(line)), f"{batch} x ({inputs}, {outputs})"
+    head = line["config"].get("head_quantization")
+    label, cell = named(*of_weights(line), head and f"(head {head})"), f"{batch} x ({inputs}, {outputs})"
     cells = [label, cell, *map(number, ours), number(line["decode_tok_s"]), *map(number, figures), by or "-"]
     return Row(cells, f"{label} {cell}", line["decode_tok_s"])
 
@@ -177,6 +178,8 @@ def serving(line: Line) -> Row:
     peer = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
     is_mixed = workload.startswith("chats-beside")
     shown = f"{workload} (first token of long prompts: {twice(line['long_ttft_ms'])})" if is_mixed else workload
+    if workload.startswith("sharegpt"):
+        shown += f" (input and output: {number(line['total_tok_s'])} tok/s)"
     label = named(*of_weights(line))
     cells = [label, shown, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
     ratio = None if peer[0] is None else rate / peer[0]

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 232_448  # of one block on sm_90
 # Kernel -> bytes a thread may spill with Triton 3.6 to 3.9; all others none. Spills that measured faster than smaller
 # tiles. Attention over heads of 128 and products of a few rows hold more values than there are registers;
-# layers that hide position 0 have one loop more. For experts
-# with many rows, two programs share a multiprocessor's registers; of chunks of the delta rule, three. States of 64 values
-# spill with the newest Triton, not with 3.6. Rows of 28,672 values are quantized whole while a model is loaded.
+# layers that hide position 0 have one loop more. For experts with many rows, two programs share a multiprocessor's
+# registers; of chunks of the delta rule, three. States of 64 values spill with the newest Triton, not with 3.6. Rows of
+# 28,672 values are quantized whole while a model is loaded.
 STACK_BUDGET = {
     "_decode_attention_kernel": 128, "_prefill_attention_kernel": 160, "_tile_kernel": 136,
     "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_kernel": 64, "_quantize_fp8_weight_kernel": 120,

@@ -22,7 +22,7 @@ _LARGEST_FP8 = constexpr(448.0)
 _LARGEST_INT16 = constexpr(32512.0)  # 127 * 256
 _SMALLEST = constexpr(2.0**-100)  # lower bound for a row's largest magnitude, so that a zero row has a scale
 _LEAST_CUT = 1024  # smaller rows take one block
-_MANY_ROWS = 1024  # as many programs hide each other's latency; warps as measured on an H200
+_MANY_ROWS = 1024  # programs that hide each other's latency; their warps were measured on an H200
 _MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the sum's low bits
 _MAGIC_BITS = constexpr(0x4B400000)
 
