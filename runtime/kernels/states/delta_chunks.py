@@ -339,7 +339,7 @@ def launch_chunks(
     row_bytes = _row_bytes(qkv, key_dim)
     num_warps = 4 if key_dim == value_dim == 128 and row_bytes == 16 else 2
     value_block, carry_warps, stages = min(block_v, _VALUES), num_warps, 2 if qkv.dtype == torch.float32 else 3
-    long_rows = max(rows.num_tokens // max(rows.max_count, 1), 1)  # about, since the others' programs end at once
+    long_rows = max(rows.num_tokens // max(rows.max_count, 1), 1)  # about; other rows' programs end at once
     if num_warps == 4 and stages == 3 and long_rows * value_heads * (value_dim // _VALUES) > num_sms(qkv.device):
         value_block, carry_warps = 2 * _VALUES, 8  # an SM holds one program, so half as many take fewer waves
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
