@@ -252,8 +252,9 @@ SUBJECTS = {
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
         "model | requests (in, out) | first token, ms | ms a token | output tok/s | decode tok/s | "
         "published: first token, ms | ms a token | output tok/s | by", "decode tok/s", long_prompts,
-        "Callboard drafts no tokens here. Published figures are medians from SGLang's cookbook, one H200: "
-        "`python3 -m sglang.bench_serving --backend sglang --dataset-name random --random-input-len 8192 "
+        "Callboard drafts no tokens here, and runs without HTTP. Published figures are medians over HTTP from SGLang's "
+        "cookbook, one H200: `python3 -m sglang.bench_serving --backend sglang --dataset-name random "
+        "--random-input-len 8192 "
         "--random-output-len 1024 --random-range-ratio 1.0 --num-prompts N --max-concurrency 1, 16 or 1024 "
         "--warmup-requests 64 --flush-cache`. It counts input and output tokens; the table has the output's share.",
     ),

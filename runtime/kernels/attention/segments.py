@@ -24,7 +24,7 @@ GROUP = constexpr(8)  # segments in a group of such a tile
 _LEAST = constexpr(128)  # positions
 _NUM_FIELDS = 8  # numbers per stored segment
 _FIELDS = constexpr(_NUM_FIELDS)
-_MOST_STORED = constexpr(64)  # the same for stored segments, which another launch merges
+_MOST_STORED = constexpr(64)  # a tile's stored segments; more only if each has _LEAST positions
 
 
 @jit
